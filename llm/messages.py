@@ -1,0 +1,153 @@
+"""Everything that crosses the process boundary: small frozen dataclasses, in both directions.
+
+Engine -> worker: WorkerSpec (once, at start), StepRequest, Shutdown.
+Worker -> engine: Progress (while loading), Ready or LoadFailed, then a StepResult for each StepRequest, or WorkerFailure.
+
+A sequence's tokens and parameters are sent once, when it is admitted; then only what changed. The worker appends the
+tokens that it samples itself, so they need no way back. Each message carries the worker's generation: what a dead
+worker left behind is dropped.
+"""
+
+from dataclasses import dataclass
+
+from llm.sequence import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """What the first load measured on this machine; a restarted worker gets it and measures nothing again."""
+
+    attention_backend: str
+    row_multiple: int  # packed rows are padded to a multiple of this
+    batch_invariant: bool  # rows were bit-equal alone and in a crowd
+    difference: float  # largest |logit| difference from the model's plain forward
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    generation: int
+    folder: str  # a checkpoint in the Hugging Face layout, prepared by the model manager
+    dtype: str  # "float32", "bfloat16", "float16"
+    device: str  # "cpu", "cuda", "cuda:1"
+    threads: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None  # None: the model's own
+    kv_cache_bytes: int | None  # None: the smaller of max_num_seqs contexts and kv_cache_limit
+    kv_cache_limit: int
+    batch_invariant: bool
+    probe: ProbeReport | None  # None: first load, measure
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    generation: int
+    pid: int
+    num_blocks: int  # usable ones, numbered 1 .. num_blocks; block 0 takes the padding's writes
+    block_size: int  # tokens
+    kv_cache_bytes: int
+    max_model_len: int
+    vocab_size: int  # rows of the logits that are tokens
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    threads: int
+    architecture: str
+    probe: ProbeReport
+    torch_version: str
+    transformers_version: str
+    seconds: float  # from the start of the process
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The model can't be served; trying again won't help."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that the worker doesn't know (any more): everything about it."""
+
+    seq_id: int
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed_tokens: int  # found in the prefix cache
+    block_table: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    bad_word_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """Compute the next `num_tokens` known tokens; sample when that reaches the last one."""
+
+    seq_id: int
+    num_tokens: int
+    new_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    generation: int
+    step: int
+    new: tuple[NewSequence, ...]
+    scheduled: tuple[SequenceStep, ...]
+    forget: tuple[int, ...]  # sequences that finished, left or were preempted
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of the raw logits' log-softmax. `top`: the most likely tokens, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one scheduled sequence got out of a step. A chunk that doesn't reach the last known token samples nothing."""
+
+    seq_id: int
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of prompt tokens computed in this step; the first token has none
+    error: str | None = None  # this row alone failed
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    generation: int
+    step: int
+    rows: tuple[RowResult, ...]  # in the order scheduled
+    seconds: float  # forward and sampling
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """The step raised; the worker ends itself after this."""
+
+    generation: int
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    generation: int
+
+
+ToWorker = StepRequest | Shutdown
+FromWorker = Progress | Ready | LoadFailed | StepResult | WorkerFailure
