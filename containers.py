@@ -1,0 +1,61 @@
+"""What is built from what, once, and closed in reverse."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from llm.llm import EngineState, LLMEngine
+from llm.submission import GenerationRequest, Submission
+from llm.vllm_engine import VllmEngine
+from metrics import ServiceMetrics
+from settings import HttpConfig, Settings
+
+
+class Generator(Protocol):
+    """Whatever answers generation requests."""
+
+    async def submit(self, request: GenerationRequest) -> Submission:
+        """Raises a ClientError or ServerError for a request that is not taken."""
+
+    async def close(self) -> None:
+        """What still runs ends with Draining. A second call does nothing."""
+
+
+class Engine(Generator, Protocol):
+    """What the HTTP side needs of `llm.llm.LLMEngine`, whose docstrings say the rest."""
+
+    def start(self) -> None: ...
+
+    async def started(self) -> None: ...
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def state(self) -> EngineState: ...
+
+    async def drain(self, grace: float) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    http: HttpConfig
+    metrics: ServiceMetrics
+    engine: Engine
+    vllm: Generator
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.engine.close)
+            self.engine.start()
+            stack.push_async_callback(self.vllm.close)
+            yield
+
+
+def build(settings: Settings) -> Services:
+    metrics = ServiceMetrics()
+    engine = LLMEngine(settings.engine(), metrics)
+    vllm = VllmEngine(settings.vllm(), lambda: engine.state().folder)
+    return Services(http=settings.http(), metrics=metrics, engine=engine, vllm=vllm)
