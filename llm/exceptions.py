@@ -50,9 +50,12 @@ class InvalidRequest(ClientError):
 class ContextLengthExceeded(ClientError):
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, max_tokens: int, context: int, *, param: str = "prompt") -> None:
+    def __init__(
+        self, prompt_tokens: int, max_tokens: int, context: int, *, param: str = "prompt", counted: bool = True
+    ) -> None:
+        """`counted` is False where the prompt was not tokenized because it is far too long: then it has at least these."""
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: "
+            f"the prompt has {'' if counted else 'at least '}{prompt_tokens} tokens and max_tokens is {max_tokens}: "
             f"together more than the model's context of {context} tokens",
             param=param,
         )

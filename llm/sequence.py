@@ -191,6 +191,7 @@ class Sequence:
     seed: int
     max_tokens: int  # params.max_tokens, made definite
     arrival: float  # monotonic seconds
+    request_id: str = ""  # for the logs
     deadline: float = math.inf
     forked_from: "Sequence | None" = None  # wait for its prompt, then share its blocks
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -199,7 +200,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # prefix hit at first admission
     num_preemptions: int = 0
-    deaths: int = 0  # workers that died with it in the batch, without a completed step between
+    deaths: int = 0  # workers that died with it in the batch, none of which got past `death_point`
+    death_point: int = 0  # computed tokens that would clear it
     first_scheduled: float | None = None
 
     @property

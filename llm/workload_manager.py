@@ -20,6 +20,7 @@ from llm.messages import StepResult
 from llm.sequence import FinishReason, Sequence, SequenceStatus
 
 SUSPECT = 2  # workers that died over a sequence before it is tried alone
+HEAP_SLACK = 64
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class WorkloadManager:
         self._waiting: dict[int, Sequence] = {}
         self._queue: list[tuple[tuple[int, float, int], Sequence]] = []  # heap over _waiting; may hold finished ones
         self._deadlines: list[tuple[float, int, Sequence]] = []  # heap; may hold finished ones
-        self._suspects: dict[int, tuple[Sequence, int]] = {}  # with the computed tokens that would clear it
+        self._suspects: dict[int, Sequence] = {}
         self._forget: list[int] = []
 
     @property
@@ -77,6 +78,11 @@ class WorkloadManager:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def on_trial(self) -> bool:
+        """Steps go to one suspect alone: a death now is that sequence's doing, not the worker's."""
+        return bool(self._suspects)
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +151,7 @@ class WorkloadManager:
             del self._waiting[sequence.seq_id]
         self._suspects.pop(sequence.seq_id, None)
         sequence.status = SequenceStatus.FINISHED
+        self._drop_finished()
 
     def requeue_all(self, batch: ScheduledBatch) -> list[Sequence]:
         """The worker died over `batch`: everything starts over from its known tokens, at the head of the queue.
@@ -158,10 +165,11 @@ class WorkloadManager:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.deaths += 1
+            sequence.death_point = max(sequence.death_point, sequence.num_computed_tokens + item.num_tokens)
             if sequence.deaths > SUSPECT:
                 failed.append(sequence)
-            elif sequence.deaths == SUSPECT or sequence.seq_id in self._suspects:
-                self._suspects[sequence.seq_id] = (sequence, sequence.num_computed_tokens + item.num_tokens)
+            elif sequence.deaths == SUSPECT:
+                self._suspects[sequence.seq_id] = sequence
         for sequence in reversed(self._running.copy()):
             self._leave(sequence)
             self._wait(sequence)
@@ -216,7 +224,7 @@ class WorkloadManager:
 
     def _schedule_alone(self, batch: ScheduledBatch) -> None:
         """A suspect gets steps of its own until it is cleared or has failed; the others keep their places."""
-        sequence = min((sequence for sequence, _ in self._suspects.values()), key=lambda s: s.order)
+        sequence = min(self._suspects.values(), key=lambda s: s.order)
         if sequence.status is SequenceStatus.RUNNING:
             tokens = min(sequence.num_uncomputed_tokens, self._max_num_batched_tokens)
             batch.scheduled.append(ScheduledSequence(sequence, tokens, self.blocks.append(sequence)))
@@ -253,17 +261,24 @@ class WorkloadManager:
         self._waiting[sequence.seq_id] = sequence
         heapq.heappush(self._queue, (sequence.order, sequence))
 
+    def _drop_finished(self) -> None:
+        """Keeps the heaps within twice what they are for: those who left in the middle would stay for as long as the
+        first in line does."""
+        if len(self._queue) > 2 * len(self._waiting) + HEAP_SLACK:
+            self._queue = [(s.order, s) for s in self._waiting.values()]
+            heapq.heapify(self._queue)
+        if len(self._deadlines) > 2 * (len(self._waiting) + len(self._running)) + HEAP_SLACK:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].status is not SequenceStatus.FINISHED]
+            heapq.heapify(self._deadlines)
+
     def _head(self) -> Sequence | None:
         while self._queue and self._queue[0][1].seq_id not in self._waiting:
             heapq.heappop(self._queue)
         return self._queue[0][1] if self._queue else None
 
     def _clear_suspicion(self, sequence: Sequence) -> None:
-        if sequence.deaths == 0:
-            return
-        _, fatal = self._suspects.get(sequence.seq_id, (sequence, 0))
-        if sequence.num_computed_tokens >= fatal:
-            sequence.deaths = 0
+        if sequence.deaths > 0 and sequence.num_computed_tokens >= sequence.death_point:
+            sequence.deaths = sequence.death_point = 0
             self._suspects.pop(sequence.seq_id, None)
 
     def _judge(self, sequence: Sequence, token_id: int) -> Sampled:
