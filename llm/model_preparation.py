@@ -22,8 +22,9 @@ def prepare_model(model: str | None, cache: Path, report: Callable[[str], None],
     if model is not None:
         # A relative folder is relative to where the user stands, not to where our code is.
         command += ["--model", str(Path(model).resolve()) if Path(model).exists() else model]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, cwd=_ROOT, start_new_session=True, **pipes) as child:  # noqa: S603 - no shell, our own command
+    with subprocess.Popen(  # noqa: S603 - no shell, our own command
+        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as child:
         try:
             lines = _follow(child, report, stop)
         finally:
