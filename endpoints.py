@@ -67,7 +67,7 @@ async def generate_vllm(body: PromptsRequest, request: Request, built: Built) ->
 @router.post(
     "/generate_stream",
     tags=["generation"],
-    response_class=TokenStream,
+    response_class=Response,
     responses=_GENERATION_REFUSALS
     | {
         errors.OK: {

@@ -37,7 +37,6 @@ STATUSES: Mapping[type[domain.QuartetError], int] = {
     domain.ModelRefused: INTERNAL,
     domain.WorkerDied: INTERNAL,
 }
-_TELLS_INTERNALS = (domain.ModelRefused, domain.WorkerDied)
 _INTERNAL_MESSAGE = "something went wrong here; the log has it under this request id"
 _LONGEST_MESSAGE = 2000  # characters: a message may quote what the client sent
 _LONGEST_PARAM = 100
@@ -75,9 +74,9 @@ def status_of(error: BaseException) -> int:
 
 def body_of(error: BaseException) -> dict[str, dict[str, str | None]]:
     """What the client is told: `{"error": {code, message, param, request_id}}`, always encodable and bounded."""
-    if not isinstance(error, domain.QuartetError) or isinstance(error, _TELLS_INTERNALS):
-        return _body("internal_error", _INTERNAL_MESSAGE, None)
-    return _body(error.code, error.message, error.param)
+    if isinstance(error, domain.SequenceFailed) or (isinstance(error, domain.QuartetError) and status_of(error) != INTERNAL):
+        return _body(error.code, error.message, error.param)
+    return _body("internal_error", _INTERNAL_MESSAGE, None)
 
 
 def answer(error: BaseException) -> JSONResponse:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import ByteSize, ValidationError
 from pydantic import Field as PydanticField
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from llm.config import EngineConfig, VllmConfig
 from resources import cpu_budget, memory_limit
@@ -22,12 +22,11 @@ _BUDGET_SHARE = 0.7  # of the memory there is
 _KV_CACHE_SHARE = 0.25  # of the budget
 
 
-def _setting(default: Any, help: str, *, unit: str = "", shown: str = "", **bounds: float) -> Any:
+def _setting(default: Any, help: str, *, unit: str = "", shown: str = "", **bounds: Any) -> Any:
     """shown: what stands for a default that depends on the machine, or on another setting."""
-    text = f"{help} [{unit}]" if unit else help
-    return PydanticField(default, description=f"{text}{f'; absent: {shown}' if shown else ''}", json_schema_extra={
-        "help": help, "unit": unit, "shown": shown,
-    }, **bounds)  # fmt: skip
+    about = {"help": help, "unit": unit, "shown": shown}
+    text = help + (f" [{unit}]" if unit else "") + (f"; absent: {shown}" if shown else "")
+    return PydanticField(default, description=text, json_schema_extra=about, **bounds)
 
 
 Device = Annotated[str, PydanticField(pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")]
@@ -181,7 +180,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None
         if name.upper().startswith(PREFIX) and name.upper().removeprefix(PREFIX).lower() not in Settings.model_fields:
             _refuse(f"there is no setting {name} (see --help)")
     try:
-        return Settings(_cli_parse_args=list(arguments))
+        return CliApp.run(Settings, cli_args=list(arguments))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
@@ -211,5 +210,5 @@ def _shown(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, ByteSize):
-        return default.human_readable()
+        return default.human_readable().replace(".0", "")
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -1,0 +1,50 @@
+"""The app around a scripted engine."""
+
+import pytest
+from fastapi import FastAPI
+
+from app import create_app
+from containers import Services
+from llm.exceptions import VllmUnavailable
+from metrics import ServiceMetrics
+from settings import HttpConfig
+from tests.unit.engine_for_tests import ScriptedEngine
+from tests.unit.http_for_tests import Client
+
+HTTP = HttpConfig(
+    host="127.0.0.1",
+    port=0,
+    model_alias=None,
+    max_body_bytes=1 << 22,
+    max_prompts=8,
+    request_timeout=None,
+    keep_alive_seconds=15.0,
+    drain_seconds=30.0,
+    log_prompts=False,
+)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def http() -> HttpConfig:
+    return HTTP
+
+
+@pytest.fixture
+def services(engine: ScriptedEngine, http: HttpConfig) -> Services:
+    vllm = ScriptedEngine(refusal=VllmUnavailable("there is no GPU"))
+    return Services(http=http, metrics=ServiceMetrics(), engine=engine, vllm=vllm)
+
+
+@pytest.fixture
+def app(services: Services) -> FastAPI:
+    return create_app(services)
+
+
+@pytest.fixture
+def client(app: FastAPI) -> Client:
+    return Client(app)
