@@ -3,9 +3,12 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-from llm.llm import EngineState, LLMEngine
+import logs
+from llm.engine_state import EngineState
+from llm.llm import LLMEngine
 from llm.submission import GenerationRequest, Submission
 from llm.vllm_engine import VllmEngine
 from metrics import ServiceMetrics
@@ -56,6 +59,7 @@ class Services:
 
 def build(settings: Settings) -> Services:
     metrics = ServiceMetrics()
-    engine = LLMEngine(settings.engine(), metrics)
+    log = settings.log()
+    engine = LLMEngine(settings.engine(), metrics, set_up_logging=partial(logs.configure, log.level, log.format, "worker"))
     vllm = VllmEngine(settings.vllm(), lambda: engine.state().folder)
     return Services(http=settings.http(), metrics=metrics, engine=engine, vllm=vllm)

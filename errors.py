@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from llm import exceptions as domain
-from llm.llm import EngineState, EngineStatus
+from llm.engine_state import EngineState, EngineStatus
 from logs import request_id
 
 logger = logging.getLogger("quartet.errors")

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from containers import Engine
 from llm.exceptions import QuartetError
-from llm.llm import EngineStatus
+from llm.engine_state import EngineStatus
 
 logger = logging.getLogger("quartet.server")
 
@@ -98,7 +98,14 @@ class Server:
         logger.warning("ending now: requests that still run get an error")
         self._closing = asyncio.ensure_future(self._engine.close())
         await asyncio.sleep(_LAST_WORDS_SECONDS)
-        for task in self._uvicorn.server_state.tasks:
+        await self._cut_off()
+
+    async def _cut_off(self) -> None:
+        """Whoever reads no more, or is still sending, is not waited for."""
+        for connection in list(self._uvicorn.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(_POLL_SECONDS)  # the requests notice, and log it
+        for task in list(self._uvicorn.server_state.tasks):
             task.cancel()
 
     async def _drained(self) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -171,12 +171,9 @@ class Settings(BaseSettings):
         )
 
 
-def parse(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Settings:
-    """Command line before environment. Anything wrong or unknown is told on standard error; then SystemExit(2).
-
-    environment: only looked at for unknown names; the values come from the process's own.
-    """
-    for name in environment if environment is not None else os.environ:
+def parse(arguments: Sequence[str]) -> Settings:
+    """Command line before environment. Anything wrong or unknown is told on standard error; then SystemExit(2)."""
+    for name in os.environ:
         if name.upper().startswith(PREFIX) and name.upper().removeprefix(PREFIX).lower() not in Settings.model_fields:
             _refuse(f"there is no setting {name} (see --help)")
     try:

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import errors
 from llm.delivery import Completion, Delivery, Delta, OutputSink
 from llm.exceptions import Draining, QuartetError
-from llm.llm import EngineState, EngineStatus
+from llm.engine_state import EngineState, EngineStatus
 from llm.messages import ProbeReport, Ready, TokenLogprob
 from llm.sequence import FinishReason
 from llm.submission import GenerationRequest, Output, Submission
@@ -55,7 +56,11 @@ class Running:
     sink: OutputSink
     engine: "ScriptedEngine"
 
+    ended: bool = False
+
     def send(self, delta: Delta) -> None:
+        self.ended = self.ended or delta.completion is not None or delta.error is not None
+        self.engine.when_idle()
         self.engine.delivery.add(self.sink, delta)
         self.engine.delivery.post()
 
@@ -74,6 +79,8 @@ class ScriptedEngine:
     refusal: QuartetError | None = None
     status: EngineState = STATE
     load_error: QuartetError | None = None
+    loaded: asyncio.Event | None = None  # started() waits for it, where there is one
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
     delivery: Delivery = field(default_factory=Delivery)
     requests: list[GenerationRequest] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
@@ -83,13 +90,24 @@ class ScriptedEngine:
 
     def start(self) -> None: ...
 
+    def when_idle(self) -> None:
+        if all(running.ended for running in self.running):
+            self.idle.set()
+        else:
+            self.idle.clear()
+
     async def started(self) -> None:
+        if self.loaded is not None:
+            await self.loaded.wait()
         if self.load_error is not None:
             raise self.load_error
 
     async def submit(self, request: GenerationRequest) -> Submission:
         if self.refusal is not None:
             raise self.refusal
+        refusal = errors.not_ready(self.status)
+        if refusal is not None:
+            raise refusal
         self.requests.append(request)
         outputs = []
         for i, prompt in enumerate(request.prompts):
@@ -98,8 +116,17 @@ class ScriptedEngine:
             outputs.append(Output(f"sequence-{i}", running.sink))
             if not self.hold:
                 self._answer(running, str(prompt))
+        self.when_idle()
         self.taken.set()
         return Submission(tuple(outputs), self.aborted.set)
+
+    async def begin(self, i: int, text: str) -> None:
+        """Sends the first piece of sequence i, once there is one."""
+        async with asyncio.timeout(5):
+            while len(self.running) <= i:
+                self.taken.clear()
+                await self.taken.wait()
+        self.running[i].send(Delta(text, [1]))
 
     def _answer(self, running: Running, prompt: str) -> None:
         for piece in prompt.split(" "):
@@ -120,12 +147,22 @@ class ScriptedEngine:
 
     async def drain(self, grace: float) -> bool:
         self.become(EngineStatus.DRAINING)
-        return not self.running
+        self.when_idle()
+        try:
+            async with asyncio.timeout(grace):
+                await self.idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def close(self) -> None:
         self.closed = True
+        if self.loaded is not None and not self.loaded.is_set():
+            self.load_error = Draining()
+            self.loaded.set()
         for running in self.running:
-            running.fail(Draining())
+            if not running.ended:
+                running.fail(Draining())
 
 
 def completion(reason: FinishReason = FinishReason.LENGTH) -> Completion:

@@ -23,7 +23,17 @@ NUMBERS = (
     "frequency_penalty",
     "timeout",
 )
-INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n", "priority", "truncate_prompt_tokens")
+INTEGERS = (
+    "max_tokens",
+    "min_tokens",
+    "top_k",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+    "priority",
+    "truncate_prompt_tokens",
+)
 
 
 @pytest.mark.parametrize("field", NUMBERS)

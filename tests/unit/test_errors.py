@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 import errors
 from llm import exceptions as domain
-from llm.llm import EngineStatus
+from llm.engine_state import EngineStatus
 from tests.unit.engine_for_tests import ScriptedEngine
 from tests.unit.http_for_tests import Client
 

@@ -134,9 +134,7 @@ class TestBodyLimit:
     ],
     ids=lambda body: repr(body[:20]),
 )
-async def test_a_body_that_is_no_request_is_refused_and_never_a_500(
-    app: FastAPI, engine: ScriptedEngine, body: bytes
-) -> None:
+async def test_a_body_that_is_no_request_is_refused_and_never_a_500(app: FastAPI, engine: ScriptedEngine, body: bytes) -> None:
     app.user_middleware[1].kwargs["limit"] = 1 << 25
     answer = await Client(app).post(PATH, body)
     assert (answer.status, answer.error["code"]) == (422, "invalid_request")
@@ -144,7 +142,7 @@ async def test_a_body_that_is_no_request_is_refused_and_never_a_500(
 
 
 async def test_brackets_and_commas_in_a_text_are_text(client: Client, engine: ScriptedEngine) -> None:
-    text = '[{"a": 1}, {"b": [2, 3]}]' * 50_000
+    text = '[{"a":1},{"b":[2,3]}]' * 50_000
     assert (await client.post(PATH, {"prompt": text})).status == 200
     assert engine.requests[0].prompts == (text,)
 
