@@ -206,7 +206,7 @@ class LLMEngine:
         self._folder = str(folder)
         tokenization = Tokenization.load(folder)
         self._report("importing torch and transformers")
-        ready = self._supervisor.start(self._folder)
+        ready = self._supervisor.start(self._folder, tokenization.vocab_size)
         workload = WorkloadManager(
             BlockManager(ready.num_blocks, ready.block_size),
             max_num_seqs=config.max_num_seqs,

@@ -28,6 +28,7 @@ class ProbeReport:
 class WorkerSpec:
     generation: int
     folder: str  # a checkpoint in the Hugging Face layout, prepared by the model manager
+    num_tokens: int  # ids that the tokenizer knows; the model's logits may have more rows
     dtype: str  # "float32", "bfloat16", "float16"
     device: str  # "cpu", "cuda", "cuda:1"
     threads: int

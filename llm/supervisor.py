@@ -28,7 +28,7 @@ class WorkerSupervisor:
     ) -> None:
         self._config = config
         self._stop = stop
-        self._folder = ""
+        self._folder, self._num_tokens = "", 0
         self._fruitless = 0  # deaths since the last completed step that no single sequence is to blame for
         self.restarts = 0
         self.executor = ModelExecutor(
@@ -40,9 +40,9 @@ class WorkerSupervisor:
             entry=entry,
         )
 
-    def start(self, folder: str) -> Ready:
+    def start(self, folder: str, num_tokens: int) -> Ready:
         """The first worker. Raises ModelRefused, EngineDead after too many attempts, or Stopped."""
-        self._folder = folder
+        self._folder, self._num_tokens = folder, num_tokens
         return self._start(None)
 
     def replace(self, known: Ready, death: WorkerDied, *, blamed: bool) -> Ready:
@@ -83,6 +83,7 @@ class WorkerSupervisor:
         return WorkerSpec(
             generation=0,
             folder=self._folder,
+            num_tokens=self._num_tokens,
             dtype=config.dtype,
             device=config.device,
             threads=config.threads,

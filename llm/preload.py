@@ -1,0 +1,14 @@
+"""What the forkserver imports once, so that a worker's start costs the model's load and no imports.
+
+Runs no tensor operation and touches nothing of CUDA: both would start threads or contexts that a fork doesn't copy.
+"""
+
+import torch
+import transformers.masking_utils
+import transformers.modeling_utils
+import transformers.models.auto.modeling_auto
+import transformers.models.llama.modeling_llama
+
+import llm.model_worker
+
+__all__ = ["llm", "torch", "transformers"]
