@@ -10,7 +10,6 @@ from fastapi.routing import APIRoute
 
 from llm.exceptions import InvalidRequest
 
-
 MAX_CONTAINERS = 100_000  # arrays and objects in one body: a hundred times the memory of their two brackets
 MAX_VALUES = 2_000_000
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)  # never looks at a byte twice

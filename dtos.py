@@ -161,7 +161,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [504, 3575, 282]}]})
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2030, 17]}]})
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)]
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true")
 

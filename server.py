@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from containers import Engine
-from llm.exceptions import QuartetError
 from llm.engine_state import EngineStatus
+from llm.exceptions import QuartetError
 
 logger = logging.getLogger("quartet.server")
 

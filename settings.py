@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import ByteSize, ValidationError
+from pydantic import ByteSize, JsonValue, ValidationError
 from pydantic import Field as PydanticField
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
@@ -24,7 +24,7 @@ _KV_CACHE_SHARE = 0.25  # of the budget
 
 def _setting(default: Any, help: str, *, unit: str = "", shown: str = "", **bounds: Any) -> Any:
     """shown: what stands for a default that depends on the machine, or on another setting."""
-    about = {"help": help, "unit": unit, "shown": shown}
+    about: dict[str, JsonValue] = {"help": help, "unit": unit, "shown": shown}
     text = help + (f" [{unit}]" if unit else "") + (f"; absent: {shown}" if shown else "")
     return PydanticField(default, description=text, json_schema_extra=about, **bounds)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import errors
 from llm.delivery import Completion, Delivery, Delta, OutputSink
-from llm.exceptions import Draining, QuartetError
 from llm.engine_state import EngineState, EngineStatus
+from llm.exceptions import Draining, QuartetError
 from llm.messages import ProbeReport, Ready, TokenLogprob
 from llm.sequence import FinishReason
 from llm.submission import GenerationRequest, Output, Submission
@@ -86,6 +86,7 @@ class ScriptedEngine:
     running: list[Running] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
     taken: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
 
     def start(self) -> None: ...
@@ -147,6 +148,7 @@ class ScriptedEngine:
 
     async def drain(self, grace: float) -> bool:
         self.become(EngineStatus.DRAINING)
+        self.draining.set()
         self.when_idle()
         try:
             async with asyncio.timeout(grace):

@@ -62,9 +62,12 @@ class Connection:
     def leave(self) -> None:
         self._left.set()
 
+    async def _answered(self) -> None:
+        await self._app(self.scope, self._receive, self._send)
+
     async def run(self) -> Answer:
         async with asyncio.timeout(10):
-            await self._app(self.scope, self._receive, self._send)
+            await self._answered()
         if self.status is None:
             raise AssertionError("the app sent nothing")
         return Answer(self.status, self.headers, b"".join(self.pieces))
@@ -78,7 +81,7 @@ class Connection:
         return self.pieces.pop(0)
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._app(self.scope, self._receive, self._send))  # type: ignore[arg-type]
+        self._task = asyncio.create_task(self._answered())
         return self
 
     async def __aexit__(self, *_: object) -> None:

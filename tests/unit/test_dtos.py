@@ -12,7 +12,6 @@ from llm.sequence import PARAMETER_NAMES, SamplingParams
 from tests.unit.engine_for_tests import ScriptedEngine
 from tests.unit.http_for_tests import Client
 
-PATHS = ("/basic_generate", "/generate_stream")
 NUMBERS = (
     "temperature",
     "top_p",
@@ -34,6 +33,10 @@ INTEGERS = (
     "priority",
     "truncate_prompt_tokens",
 )
+
+
+def asked(**fields: Any) -> PromptRequest:
+    return PromptRequest.model_validate({"prompt": "x", **fields})
 
 
 @pytest.mark.parametrize("field", NUMBERS)
@@ -99,14 +102,14 @@ async def test_an_integer_is_an_integer(client: Client, field: str, written: str
         ("details", 1, "details"),
     ],
 )
-@pytest.mark.parametrize("path", PATHS)
 async def test_what_is_wrong_is_named_before_anything_is_queued(
-    client: Client, engine: ScriptedEngine, path: str, field: str, value: Any, param: str
+    client: Client, engine: ScriptedEngine, field: str, value: Any, param: str
 ) -> None:
-    answer = await client.post(path, {"prompt": "hi", field: value})
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (422, "invalid_request", param)
-    assert answer.headers["content-type"] == "application/json"
-    assert len(answer.body) < 4000
+    for path in ("/basic_generate", "/generate_stream"):
+        answer = await client.post(path, {"prompt": "hi", field: value})
+        assert (answer.status, answer.error["code"], answer.error["param"]) == (422, "invalid_request", param)
+        assert answer.headers["content-type"] == "application/json"
+        assert len(answer.body) < 4000
     assert engine.requests == []
 
 
@@ -124,7 +127,7 @@ async def test_prompts_are_a_bounded_list_of_texts(client: Client, engine: Scrip
 
 
 async def test_null_is_as_if_absent(client: Client, engine: ScriptedEngine) -> None:
-    fields = {name: None for name in Sampling.model_fields}
+    fields = dict.fromkeys(Sampling.model_fields)
     answer = await client.post("/basic_generate", {"prompt": "hi", **fields})
     assert answer.status == 200
     assert engine.requests[0].params == SamplingParams()
@@ -161,8 +164,7 @@ EFFECTS: dict[str, Any] = {
 
 def test_every_parameter_reaches_the_engine_or_is_no_parameter() -> None:
     assert set(EFFECTS) == PARAMETER_NAMES
-    request = PromptRequest.model_validate({"prompt": "x", **EFFECTS})
-    params = request.sampling_params(None)
+    params = asked(**EFFECTS).sampling_params(None)
     for name, value in EFFECTS.items():
         got = getattr(params, name)
         assert (dict(got) if name == "logit_bias" else list(got) if isinstance(got, tuple) else got) == (
@@ -171,15 +173,15 @@ def test_every_parameter_reaches_the_engine_or_is_no_parameter() -> None:
 
 
 def test_a_stop_may_be_one_text_and_no_stop_is_none() -> None:
-    assert PromptRequest.model_validate({"prompt": "x", "stop": "ab"}).sampling_params(None).stop == ("ab",)
-    assert PromptRequest.model_validate({"prompt": "x", "stop": []}).sampling_params(None).stop == ()
+    assert asked(stop="ab").sampling_params(None).stop == ("ab",)
+    assert asked(stop=[]).sampling_params(None).stop == ()
 
 
 def test_the_servers_ceiling_is_every_requests_timeout() -> None:
-    assert PromptRequest(prompt="x").sampling_params(30.0).timeout == 30.0
-    assert PromptRequest(prompt="x", timeout=5.0).sampling_params(30.0).timeout == 5.0
+    assert asked().sampling_params(30.0).timeout == 30.0
+    assert asked(timeout=5.0).sampling_params(30.0).timeout == 5.0
     with pytest.raises(InvalidRequest, match="at most 30 s") as refused:
-        PromptRequest(prompt="x", timeout=31.0).sampling_params(30.0)
+        asked(timeout=31.0).sampling_params(30.0)
     assert refused.value.param == "timeout"
 
 
