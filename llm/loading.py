@@ -52,7 +52,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     if not model._supports_attention_backend:
         raise ModelRefused(f"{folder.name} is a {config.model_type} model, whose attention can't be replaced by a paged one")
     model.to(device)  # type: ignore[arg-type]
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     return model
 
 
