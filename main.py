@@ -52,6 +52,7 @@ def _serve(chosen: "Settings", started: float) -> int:
             services.engine,
             listener,
             drain_seconds=chosen.drain_seconds,
+            max_connections=chosen.max_connections,
             say=logs.announcer(log.format),
         )
         return asyncio.run(server.run(started))

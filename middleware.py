@@ -1,5 +1,6 @@
 """Around every request, in plain ASGI: its id, its log line and metrics, the last catch, and the bound on its body."""
 
+import asyncio
 import logging
 import time
 import uuid
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import errors
-from llm.exceptions import RequestTooLarge
+from llm.exceptions import ClientError, RequestTooLarge
 from logs import request_id
 from metrics import ServiceMetrics
 from streaming import ClientLeft
@@ -118,9 +119,11 @@ class BodyLimit:
     A length that is announced is believed when it is too large; one that is not announced is counted.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, patience: float = 30.0) -> None:
+        """limit: bytes. patience: seconds without a byte of a body that isn't complete."""
         self._app = app
         self._limit = limit
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
@@ -128,7 +131,7 @@ class BodyLimit:
             return
         try:
             body = await self._read(scope, receive)
-        except RequestTooLarge as error:
+        except ClientError as error:
             await errors.answer(error)(scope, receive, send)
             return
         await self._app(scope, _Replay(body, receive), send)
@@ -140,7 +143,7 @@ class BodyLimit:
         body = bytearray()
         more = True
         while more:
-            message = await receive()
+            message = await self._receive(receive)
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             body += message.get("body", b"")
@@ -148,6 +151,13 @@ class BodyLimit:
             if len(body) > self._limit:
                 raise RequestTooLarge(self._limit)
         return bytes(body)
+
+    async def _receive(self, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout(self._patience):
+                return await receive()
+        except TimeoutError:
+            raise ClientError(f"nothing more of the body came for {self._patience:g} s") from None
 
 
 class _Replay:

@@ -7,10 +7,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
+from connections import Connection
 from containers import Engine
 from llm.engine_state import EngineStatus
 from llm.exceptions import QuartetError
@@ -20,6 +22,7 @@ logger = logging.getLogger("quartet.server")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LAST_WORDS_SECONDS = 1  # for answers that are still being written when the service ends at once
 _POLL_SECONDS = 0.05
+_KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs: who closes first must not be us
 
 
 class _Uvicorn(uvicorn.Server):
@@ -45,10 +48,24 @@ class Server:
     """
 
     def __init__(
-        self, app: FastAPI, engine: Engine, listener: socket.socket, *, drain_seconds: float, say: Callable[[str], None]
+        self,
+        app: FastAPI,
+        engine: Engine,
+        listener: socket.socket,
+        *,
+        drain_seconds: float,
+        max_connections: int,
+        say: Callable[[str], None],
     ) -> None:
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, lifespan="on", ws="none", timeout_keep_alive=75
+            app,
+            http=partial(Connection, most=max_connections),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
         self._uvicorn = _Uvicorn(config)
         self._engine = engine

@@ -37,6 +37,7 @@ class HttpConfig:
     host: str
     port: int
     model_alias: str | None  # the name the model was configured by
+    max_connections: int
     max_body_bytes: int
     max_prompts: int
     request_timeout: float | None  # seconds
@@ -67,6 +68,7 @@ class Settings(BaseSettings):
 
     host: str = _setting("127.0.0.1", "Address to listen at", min_length=1)
     port: int = _setting(8000, "Port to listen at; 0: any free one", unit="port", ge=0, le=65535)
+    max_connections: int = _setting(512, "Open connections at most", unit="connections", ge=1, le=65536)
     max_body_bytes: ByteSize = _setting(ByteSize(32 * _MIB), "Largest request body", unit="bytes", ge=_KIB, le=2**30)
     max_prompts: int = _setting(256, "Prompts in one request at most", unit="prompts", ge=1, le=4096)
     request_timeout: float | None = _setting(
@@ -125,6 +127,7 @@ class Settings(BaseSettings):
             host=self.host,
             port=self.port,
             model_alias=self.model,
+            max_connections=self.max_connections,
             max_body_bytes=self.max_body_bytes,
             max_prompts=self.max_prompts,
             request_timeout=self.request_timeout,

@@ -15,6 +15,7 @@ HTTP = HttpConfig(
     host="127.0.0.1",
     port=0,
     model_alias=None,
+    max_connections=4,
     max_body_bytes=1 << 22,
     max_prompts=8,
     request_timeout=None,

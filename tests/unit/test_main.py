@@ -1,6 +1,7 @@
 """Start and end of the service: what is told, how it stops, and with which exit code."""
 
 import asyncio
+import contextlib
 import os
 import shlex
 import signal
@@ -15,9 +16,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
+from uvicorn.server import ServerState
 
 import main
+from connections import Connection
 from llm.engine_state import EngineStatus
 from llm.exceptions import ModelRefused
 from server import Server, listen, url_of
@@ -66,7 +70,7 @@ async def serving(app: FastAPI, engine: ScriptedEngine, drain_seconds: float = 3
     """The real server on a free port in this very process: its signal handlers are there until it has ended."""
     listener = listen("127.0.0.1", 0)
     told = Told()
-    server = Server(app, engine, listener, drain_seconds=drain_seconds, say=told.say)
+    server = Server(app, engine, listener, drain_seconds=drain_seconds, max_connections=4, say=told.say)
     running = Running(url_of(listener), asyncio.create_task(server.run(time.monotonic())), told)
     try:
         yield running
@@ -155,6 +159,37 @@ async def test_a_reader_that_reads_nothing_does_not_hold_it_up(app: FastAPI, eng
         running.signal()
         assert await running.exit_code(2) == 0
         writer.close()
+
+
+async def test_one_connection_too_many_is_closed_and_the_others_live(app: FastAPI, engine: ScriptedEngine) -> None:
+    async with serving(app, engine) as running, httpx.AsyncClient(base_url=running.url) as client:
+        assert (await client.get("/health")).status_code == 200
+        host, port = running.url.removeprefix("http://").split(":")
+        others = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(others[3][0].read(), 5) == b""
+        assert (await client.get("/health")).status_code == 200
+        others[0][1].close()
+        await others[0][1].wait_closed()
+        assert (await client.get("/health")).status_code == 200
+        for _, writer in others[1:]:
+            writer.close()
+
+
+async def test_a_head_that_never_ends_is_not_waited_for(app: FastAPI) -> None:
+    config = uvicorn.Config(app, log_config=None)
+    loop = asyncio.get_running_loop()
+    state = ServerState()
+    server = await loop.create_server(
+        lambda: Connection(most=4, head_seconds=0.05, config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    async with server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nx-slow: ")
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+    assert state.connections == set()
 
 
 async def test_while_the_model_loads_the_listener_is_open_and_it_can_be_stopped(app: FastAPI, engine: ScriptedEngine) -> None:

@@ -110,6 +110,13 @@ class TestBodyLimit:
         assert [vars(record)["status"] for record in caplog.records if record.name == "quartet.access"] == [499]
 
 
+async def test_a_body_that_stops_coming_is_not_waited_for(app: FastAPI, engine: ScriptedEngine) -> None:
+    app.user_middleware[1].kwargs["patience"] = 0.05
+    answer = await Connection(app, "POST", PATH, [], {**JSON, "content-length": "100"}).run()
+    assert (answer.status, answer.error["code"]) == (422, "invalid_request")
+    assert engine.requests == []
+
+
 @pytest.mark.parametrize(
     "body",
     [
