@@ -18,9 +18,9 @@ class ProbeReport:
     """What the first load measured on this machine; a restarted worker gets it and measures nothing again."""
 
     attention_backend: str
-    row_multiple: int  # packed rows are padded to a multiple of this
+    row_tiles: tuple[int, ...]  # matrix products are cut into these numbers of rows; empty: as they come
     batch_invariant: bool  # rows were bit-equal alone and in a crowd
-    difference: float  # largest |logit| difference from the model's plain forward
+    difference: float  # norm of the logits' difference from the model's plain forward, over their norm
     tolerance: float
 
 

@@ -21,7 +21,8 @@ from llm.batch import Row, pack
 from llm.exceptions import ModelRefused
 from llm.loading import choose_device, choose_dtype, context_length, end_token_ids, load_model
 from llm.messages import ProbeReport, Ready, WorkerSpec
-from llm.probe import measure_row_multiple, probe
+from llm.probe import probe
+from llm.products import agreeing_tiles, tile_products
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"dense": DenseBackend, "varlen": VarlenBackend}
 
@@ -41,11 +42,17 @@ class ModelRunner:
         config = self.model.config
         self.max_model_len = context_length(config, spec.max_model_len)
         self.vocab_size = min(spec.num_tokens, config.vocab_size)
+        self.backend: AttentionBackend = DenseBackend()
         self.shapes = self._survey()
         self._caches: dict[int, LayerCache] = {}
         report("testing the model against its own attention" if spec.probe is None else "allocating the cache")
-        probed = spec.probe or self._probe(spec)
-        self.use(BACKENDS[probed.attention_backend](), probed.row_multiple)
+        self._row_tiles: tuple[int, ...] = ()
+        if spec.probe is not None:
+            self._tile(spec.probe.row_tiles)
+        elif spec.batch_invariant:
+            self._tile(agreeing_tiles(self.model, dtype))
+        probed = spec.probe or self._probe()
+        self.backend = BACKENDS[probed.attention_backend]()
         num_blocks, cache_bytes = self._cache_size(spec)
         self.allocate(num_blocks)
         self.ready = Ready(
@@ -67,9 +74,6 @@ class ModelRunner:
             seconds=time.monotonic() - began,
         )
 
-    def use(self, backend: AttentionBackend, row_multiple: int) -> None:
-        self.backend, self._row_multiple = backend, row_multiple
-
     def allocate(self, num_blocks: int) -> None:
         """The cache in use is dropped. Its memory is touched only as blocks are written."""
         slots = (1 + num_blocks) * self.backend.block_size
@@ -78,7 +82,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
         """The wanted logits of all rows in order: [wanted, vocab_size] float32."""
-        packed = pack(rows, self.backend.block_size, self._row_multiple)
+        packed = pack(rows, self.backend.block_size, min(self._row_tiles, default=1))
         step = Step(
             torch.from_numpy(packed.slots).to(self.device),
             self._caches,
@@ -116,21 +120,25 @@ class ModelRunner:
             )
         return survey.shapes
 
-    def _probe(self, spec: WorkerSpec) -> ProbeReport:
-        multiple = measure_row_multiple(self.model, self.dtype) if spec.batch_invariant else 1
+    def _tile(self, row_tiles: tuple[int, ...]) -> None:
+        self._row_tiles = row_tiles
+        if row_tiles:
+            tile_products(self.model, row_tiles)
+
+    def _probe(self) -> ProbeReport:
         names = ["varlen", "dense"] if VarlenBackend.usable(self.device, self.dtype) else ["dense"]
         for name in names:
-            self.use(BACKENDS[name](), multiple)
+            self.backend = BACKENDS[name]()
             try:
-                found = probe(self, name, multiple, invariant=spec.batch_invariant)
+                found = probe(self, name, self._row_tiles)
             except ValueError as error:
                 refusal = f"{type(self.model).__name__} can't run with a paged cache: {error}"
                 continue
             if found.difference <= found.tolerance:
                 return found
             refusal = (
-                f"{type(self.model).__name__} gives other logits with a paged cache than by itself: they differ by "
-                f"{found.difference:.2g}, and {found.tolerance:.2g} is allowed"
+                f"{type(self.model).__name__} gives other logits with a paged cache than by itself: the relative "
+                f"difference is {found.difference:.2g}, and {found.tolerance:.2g} is allowed"
             )
         raise ModelRefused(refusal)
 

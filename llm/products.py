@@ -1,0 +1,79 @@
+"""Matrix products whose rows have the same bits in every batch: computed in tiles of a few fixed numbers of rows.
+
+The libraries choose another kernel, with another order of sums, by the number of rows: a row alone, one of 16 and one of
+64 differ in their last bits. So a product of many rows is cut into tiles of sizes that a probe has found to agree, for
+all shapes of a model, wherever in the tile a row stands (`agreeing_tiles`); and rows are padded to the smallest of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+_SMALLEST = 16  # rows; fewer cost as much: reading the weights is what takes the time
+_LARGER = (32, 64, 128, 256)
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tile_products(model: PreTrainedModel, tiles: Sequence[int]) -> None:
+    """Has every product of the model computed in tiles, from now on. Call it once."""
+    for module in _layers(model):
+        module.forward = partial(_in_tiles, module.forward, tuple(sorted(tiles, reverse=True)))  # type: ignore[method-assign]
+
+
+@torch.inference_mode()
+def agreeing_tiles(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, ...]:
+    """The numbers of rows, smallest first, at which every product of this model on this machine gives a row the same
+    bits; empty where a row's bits depend on its place."""
+    agreeing = [_SMALLEST, *_LARGER]
+    seen = set()
+    for layer in _layers(model):
+        shape = (tuple(layer.weight.shape), layer.bias is None)
+        if shape not in seen:
+            seen.add(shape)
+            agreeing = _agreeing(layer.forward, _inputs(layer, agreeing[-1], dtype), agreeing)
+            if not agreeing:
+                return ()
+    return tuple(agreeing)
+
+
+def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int]) -> list[int]:
+    """rows: [1, largest size, inputs]. Those of the sizes that agree with the first."""
+    smallest = sizes[0]
+    expected = _in_tiles(product, (smallest,), rows)
+    moved = rows.roll(1, dims=1)
+    if not torch.equal(_in_tiles(product, (smallest,), moved), expected.roll(1, dims=1)):
+        return []
+    return [size for size in sizes if size == smallest or torch.equal(_in_tiles(product, (size,), rows), expected)]
+
+
+def _in_tiles(product: Product, sizes: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
+    """rows: [1, rows, inputs]. Cut into the largest sizes that still fit; what is left over is one more piece."""
+    pieces = list(_cuts(rows.shape[1], sizes))
+    if len(pieces) == 1:
+        return product(rows)
+    return torch.cat([product(piece) for piece in torch.split(rows, pieces, dim=1)], dim=1)
+
+
+def _cuts(count: int, sizes: tuple[int, ...]) -> Iterator[int]:
+    for size in sizes:
+        while count >= size:
+            yield size
+            count -= size
+    if count:
+        yield count
+
+
+def _layers(model: PreTrainedModel) -> Iterator[torch.nn.Linear | Conv1D]:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            yield module
+
+
+def _inputs(layer: torch.nn.Linear | Conv1D, count: int, dtype: torch.dtype) -> torch.Tensor:
+    size = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, count, size, generator=generator).to(layer.weight.device, dtype)
