@@ -16,7 +16,7 @@ def test_the_settings_table_is_that_of_the_settings() -> None:
 
 def test_every_block_says_what_it_is() -> None:
     """console: run by a test. sh: needs Docker, which no test has. Without a word: a drawing, in which nothing is run."""
-    fences = re.findall(r"^```(.*)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
     assert {kind for kind, _ in fences} == {"console", "sh", ""}
     for kind, content in fences:
         if kind == "sh":
