@@ -152,7 +152,7 @@ class Server:
             loading.result()
         except QuartetError as error:
             if not self._signals:
-                self._say(f"the model can't be served: {error}")
+                logger.error("the model can't be served: %s", error)
                 self._exit_code = 1
                 self._uvicorn.should_exit = True
             return
