@@ -163,8 +163,6 @@ class Settings(BaseSettings):
 
     def vllm(self) -> VllmConfig:
         return VllmConfig(
-            model=self.model,
-            model_cache=self.model_cache,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,

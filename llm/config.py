@@ -22,3 +22,15 @@ class EngineConfig:
     step_timeout: float  # seconds; a step that takes longer counts as a dead worker
     load_timeout: float  # seconds
     max_restarts: int  # in a row without one completed step
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """What the optional vLLM engine is told. It serves the checkpoint that the service's own engine has prepared."""
+
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    allow_cpu: bool  # a CPU build of vLLM may serve, too
+    gpu_memory_fraction: float
+    start_timeout: float  # seconds
