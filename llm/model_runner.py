@@ -69,8 +69,8 @@ class ModelRunner:
             threads=spec.threads,
             architecture=type(self.model).__name__,
             probe=probed,
-            torch_version=torch.__version__,
-            transformers_version=transformers.__version__,
+            torch_version=str(torch.__version__),
+            transformers_version=str(transformers.__version__),
             seconds=time.monotonic() - began,
         )
 
