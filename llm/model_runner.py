@@ -77,7 +77,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """The cache in use is dropped. Its memory is touched only as blocks are written."""
         slots = (1 + num_blocks) * self.backend.block_size
-        self._caches = {layer: self._layer_cache(shape, slots) for layer, shape in self.shapes.items()}
+        self._caches = {layer: LayerCache.zeros(shape, slots, self.dtype, self.device) for layer, shape in self.shapes.items()}
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
@@ -151,9 +151,3 @@ class ModelRunner:
         if num_blocks < 1:
             raise ModelRefused(f"the KV cache of {size} bytes has no room for one block, which takes {block} bytes")
         return num_blocks, size
-
-    def _layer_cache(self, shape: LayerShape, slots: int) -> LayerCache:
-        def zeros(size: int) -> torch.Tensor:
-            return torch.zeros(shape.num_kv_heads, slots, size, dtype=self.dtype, device=self.device)
-
-        return LayerCache(zeros(shape.key_size), zeros(shape.value_size))

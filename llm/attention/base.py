@@ -32,10 +32,25 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """keys: [kv heads, slots, key size], values: [kv heads, slots, value size], in the model's dtype."""
+    """keys: [kv heads, slots, key size], values: [kv heads, slots, value size], in the model's dtype.
+
+    joined: both as one tensor, [2 * kv heads, slots, size], where they are of one size: then one read gets both.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    joined: torch.Tensor | None
+
+    @classmethod
+    def zeros(cls, shape: LayerShape, slots: int, dtype: torch.dtype, device: torch.device) -> "LayerCache":
+        heads = shape.num_kv_heads
+        if shape.key_size == shape.value_size:
+            joined = torch.zeros(2 * heads, slots, shape.key_size, dtype=dtype, device=device)
+            return cls(joined[:heads], joined[heads:], joined)
+        keys, values = (
+            torch.zeros(heads, slots, size, dtype=dtype, device=device) for size in (shape.key_size, shape.value_size)
+        )
+        return cls(keys, values, None)
 
 
 @dataclass(frozen=True, slots=True)

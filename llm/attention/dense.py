@@ -29,16 +29,18 @@ WIDE_QUERY_ROWS = 16  # the same for heads wider than that
 
 @dataclass(slots=True)
 class _Group:
-    """Sequences with the same number of tokens and tiles in this step.
+    """Sequences with the same number of tokens and tiles in this step; what their layers share.
 
     masks: per sliding window, True where a query doesn't see a key: [sequences, tiles, tokens, 1, KEY_TILE]
+    queries: per shape of the heads, the padded query rows of every product; the padding stays zero from layer to layer
     """
 
-    places: torch.Tensor  # [sequences * tokens] in the packed batch
+    places: torch.Tensor | None  # [sequences * tokens] in the packed batch; None: the batch from its beginning
     blocks: torch.Tensor  # [sequences * tiles * KEY_TILE / block_size]
     positions: torch.Tensor  # [sequences, tokens] of the queries
     num_tiles: int
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    queries: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> torch.Tensor:
         known = self.masks.get(window)
@@ -50,6 +52,16 @@ class _Group:
             if window is not None:
                 known |= keys <= queries - window
             self.masks[window] = known
+        return known
+
+    def query_rows(self, kv_heads: int, per_kv: int, size: int) -> torch.Tensor:
+        """[kv heads, sequences, tiles, padded rows, size] float32"""
+        known = self.queries.get((kv_heads, per_kv, size))
+        if known is None:
+            sequences, tokens = self.positions.shape
+            rows = _round_up(tokens * per_kv, QUERY_ROWS if size <= WIDE_HEAD else WIDE_QUERY_ROWS)
+            known = torch.zeros(kv_heads, sequences, self.num_tiles, rows, size, device=self.positions.device)
+            self.queries[kv_heads, per_kv, size] = known
         return known
 
 
@@ -74,7 +86,8 @@ class DenseBackend:
             places = packed.starts[members]
             rows = [packed.rows[i] for i in members]
             positions = packed.positions[places][:, None]
-            groups.append(self._group(rows, places, positions, num_tiles, device))
+            everything = len(members) == len(packed.rows)
+            groups.append(self._group(rows, None if everything else places, positions, num_tiles, device))
         return _Groups(groups)
 
     def attend(self, query: torch.Tensor, cache: LayerCache, options: LayerOptions, metadata: StepMetadata) -> torch.Tensor:
@@ -82,40 +95,41 @@ class DenseBackend:
         heads, tokens, _ = query.shape
         out = query.new_zeros(tokens, heads, cache.values.shape[2])
         for group in metadata.groups:
-            out.index_copy_(0, group.places, self._attend_group(query, cache, options, group).to(out.dtype))
+            if group.places is None:
+                self._attend_group(query, cache, options, group, out)
+            else:
+                part = out.new_empty(len(group.places), heads, out.shape[2])
+                self._attend_group(query[:, group.places], cache, options, group, part)
+                out.index_copy_(0, group.places, part)
         return out
 
-    def _attend_group(self, query: torch.Tensor, cache: LayerCache, options: LayerOptions, group: _Group) -> torch.Tensor:
-        """-> [sequences * tokens, heads, value size] float32"""
+    def _attend_group(
+        self, query: torch.Tensor, cache: LayerCache, options: LayerOptions, group: _Group, out: torch.Tensor
+    ) -> None:
+        """query: [heads, sequences * tokens or more, size]; out: [sequences * tokens or more, heads, value size]"""
         kv_heads, _, size = cache.keys.shape
         sequences, tokens = group.positions.shape
-        per_kv = query.shape[0] // kv_heads
+        per_kv, count = query.shape[0] // kv_heads, sequences * tokens
         rows = tokens * per_kv
-        padded = _round_up(rows, QUERY_ROWS if size <= WIDE_HEAD else WIDE_QUERY_ROWS)
-        products = kv_heads * sequences * group.num_tiles
+        q = group.query_rows(kv_heads, per_kv, size)
+        # A kv head's queries of one token stand together: [kv heads, sequences, 1, tokens, per kv head, size]
+        ordered = query[:, :count].view(kv_heads, per_kv, sequences, tokens, size).permute(0, 2, 3, 1, 4)[:, :, None]
+        q[..., :rows, :].view(kv_heads, sequences, group.num_tiles, tokens, per_kv, size).copy_(ordered)
 
-        # [kv heads, sequences, rows, size]; a kv head's queries of one token stand together
-        q = query[:, group.places].float() * options.scaling
-        q = q.view(kv_heads, per_kv, sequences, tokens, size).permute(0, 2, 3, 1, 4).reshape(kv_heads, sequences, rows, size)
-        q = torch.nn.functional.pad(q, (0, 0, 0, padded - rows))
-        q = q[:, :, None].expand(-1, -1, group.num_tiles, -1, -1).reshape(products, padded, size)
-        scores = torch.bmm(q, self._gather(cache.keys, group, products).transpose(1, 2))
-        weights, total = self._weights(scores, kv_heads, per_kv, options, group)
-
-        part = torch.bmm(weights, self._gather(cache.values, group, products))
-        part = part.view(kv_heads, sequences, group.num_tiles, padded, -1)
+        keys, values = self._gather(cache, group)
+        q = q.view(keys.shape[0], -1, size)
+        scores = torch.baddbmm(q.new_empty(1), q, keys.transpose(1, 2), beta=0, alpha=options.scaling)
+        total = self._weigh(scores, kv_heads, per_kv, options, group)
+        part = torch.bmm(scores, values).view(kv_heads, sequences, group.num_tiles, -1, values.shape[2])
         summed = _sum_tiles(part)[:, :, :rows] / total[:, :, :rows, None]
-        value_size = summed.shape[-1]
-        summed = summed.view(kv_heads, sequences, tokens, per_kv, value_size).permute(1, 2, 0, 3, 4)
-        return summed.reshape(sequences * tokens, kv_heads * per_kv, value_size)
+        into = out[:count].view(sequences, tokens, kv_heads, per_kv, -1).permute(2, 0, 1, 3, 4)
+        into.copy_(summed.view(kv_heads, sequences, tokens, per_kv, -1))
 
-    def _weights(
-        self, scores: torch.Tensor, kv_heads: int, per_kv: int, options: LayerOptions, group: _Group
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """scores: [products, padded rows, KEY_TILE] -> exp(scores - max), in place, and its sums [kv heads, sequences,
-        padded rows]. Rows of padding see everything."""
+    def _weigh(self, scores: torch.Tensor, kv_heads: int, per_kv: int, options: LayerOptions, group: _Group) -> torch.Tensor:
+        """scores: [products, padded rows, KEY_TILE], becomes exp(scores - max); returns the sums of that: [kv heads,
+        sequences, padded rows]. Rows of padding see everything."""
         if options.softcap is not None:
-            scores = torch.tanh(scores / options.softcap) * options.softcap
+            scores.div_(options.softcap).tanh_().mul_(options.softcap)
         sequences, tokens = group.positions.shape
         rows = tokens * per_kv
         tiles = scores.view(kv_heads, sequences, group.num_tiles, -1, KEY_TILE)
@@ -129,7 +143,7 @@ class DenseBackend:
         total = _sum_tiles(tiles.sum(dim=-1))
         if sinks is not None:
             total = total + torch.exp(sinks - highest)[:, :, 0, :, 0]
-        return scores, total
+        return total
 
     def _sinks(self, sinks: torch.Tensor | None, kv_heads: int, tokens: int, highest: torch.Tensor) -> torch.Tensor | None:
         """[heads] -> as `highest`, [kv heads, sequences, 1, padded rows, 1]"""
@@ -139,11 +153,17 @@ class DenseBackend:
         rows = torch.nn.functional.pad(rows, (0, highest.shape[3] - rows.shape[1]))
         return rows[:, None, None, :, None].expand_as(highest)
 
-    def _gather(self, cached: torch.Tensor, group: _Group, products: int) -> torch.Tensor:
-        """cached: [kv heads, slots, size] -> [products, KEY_TILE, size] float32, block by block."""
-        kv_heads, _, size = cached.shape
-        blocks = cached.view(kv_heads, -1, self.block_size * size).index_select(1, group.blocks)
-        return blocks.view(products, KEY_TILE, size).float()
+    def _gather(self, cache: LayerCache, group: _Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tiles' keys and values, [kv heads * sequences * tiles, KEY_TILE, size] each, float32."""
+        if cache.joined is None:
+            return self._tiles(cache.keys, group), self._tiles(cache.values, group)
+        keys, values = self._tiles(cache.joined, group).chunk(2)
+        return keys, values
+
+    def _tiles(self, cached: torch.Tensor, group: _Group) -> torch.Tensor:
+        heads, _, size = cached.shape
+        blocks = cached.view(heads, -1, self.block_size * size).index_select(1, group.blocks)
+        return blocks.view(-1, KEY_TILE, size).float()
 
     def _chunks(self, row: Row, at: int, device: torch.device) -> list[_Group]:
         groups = []
@@ -154,12 +174,14 @@ class DenseBackend:
             groups.append(self._group([row], np.arange(at + first, at + last), positions, num_tiles, device))
         return groups
 
-    def _group(self, rows: Sequence[Row], places: Ints, positions: Ints, num_tiles: int, device: torch.device) -> _Group:
+    def _group(self, rows: Sequence[Row], places: Ints | None, positions: Ints, num_tiles: int, device: torch.device) -> _Group:
         blocks = block_tables(rows, num_tiles * KEY_TILE // self.block_size).reshape(-1)
-        places_, blocks_, positions_ = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in (places, blocks, positions)
+        return _Group(
+            None if places is None else torch.from_numpy(places).to(device),
+            torch.from_numpy(blocks).to(device),
+            torch.from_numpy(np.ascontiguousarray(positions)).to(device),
+            num_tiles,
         )
-        return _Group(places_, blocks_, positions_, num_tiles)
 
 
 def _sum_tiles(parts: torch.Tensor) -> torch.Tensor:
