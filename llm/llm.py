@@ -304,7 +304,7 @@ class LLMEngine:
             self._inbox.popleft()()
 
     def _report(self, text: str) -> None:
-        log.info("%s", text)
+        log.debug("%s", text)
         self._gate.report(text)
 
     def _supervised(self) -> WorkerSupervisor:

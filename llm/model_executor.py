@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 MODEL_WORKER = "llm.model_worker:run_worker"
 _PRELOAD = ["llm.forkserver_guard", "llm.preload"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Threads that wait by spinning are the faster ones on an idle machine. Where somebody else wants a core, each of a step's
+# thousand barriers then waits for the scheduler's time slice: a step of 56 ms took 2.6 s (docs/decisions.md).
+_WAIT_POLICY = "OMP_WAIT_POLICY"
 _END_SECONDS = 1.0  # for a killed process to be gone
 _KILL_SECONDS = 0.05  # between two attempts on a forkserver that is just being started
 
@@ -68,7 +71,7 @@ def _start_forkserver() -> None:
     at one there, because a fork copies only the thread that forks.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
-    with _environment(_ONE_THREAD):
+    with _environment(_ONE_THREAD | {_WAIT_POLICY: os.environ.get(_WAIT_POLICY, "PASSIVE")}):
         forkserver.ensure_running()
 
 
