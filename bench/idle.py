@@ -2,13 +2,14 @@
 
     python -m bench.idle [--seconds 60] [-- SETTING ...]
 
-Prints a table with a row for each process, then the wake-ups of the engine's thread and of the worker: voluntary context
-switches, which a thread that waits without polling doesn't make.
+Prints a table with a row for each process, then the threads that woke up at all, by their voluntary context switches: a
+thread that waits without polling makes none. The event loop is the API's main thread, which uvicorn wakes ten times a second;
+nothing of the engine, and nothing in the worker, should be named.
 """
 
 import argparse
+import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -18,20 +19,13 @@ from bench.serving import Server, serving
 _SETTLE_SECONDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Thread:
-    pid: int
-    tid: int
-    name: str
-    switches: int  # voluntary context switches so far
-
-
-def threads(pid: int) -> list[Thread]:
-    """Linux: /proc has a folder for each thread."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        told = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
-        found.append(Thread(pid, int(task.name), told["Name"].strip(), int(told["voluntary_ctxt_switches"])))
+def switches(processes: list[psutil.Process]) -> dict[tuple[int, int], int]:
+    """Voluntary context switches so far, by process and thread id. Linux: /proc has a folder for each thread."""
+    found = {}
+    for process in processes:
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            [count] = re.findall(r"^voluntary_ctxt_switches:\t(\d+)", (task / "status").read_text(), flags=re.MULTILINE)
+            found[process.pid, int(task.name)] = int(count)
     return found
 
 
@@ -40,7 +34,9 @@ def tree(server: Server) -> list[psutil.Process]:
 
 
 def role(process: psutil.Process, server: Server, worker: int) -> str:
-    return "API" if process.pid == server.process.pid else "worker" if process.pid == worker else "forkserver"
+    if process.pid in {server.process.pid, worker}:
+        return "API" if process.pid == server.process.pid else "worker"
+    return "resource tracker" if "resource_tracker" in " ".join(process.cmdline()) else "forkserver"
 
 
 def measure(server: Server, seconds: float) -> None:
@@ -50,23 +46,23 @@ def measure(server: Server, seconds: float) -> None:
     time.sleep(_SETTLE_SECONDS)
     processes = tree(server)
     used = [sum(process.cpu_times()[:2]) for process in processes]
-    before = {thread.tid: thread for process in processes for thread in threads(process.pid)}
+    before = switches(processes)
     began = time.monotonic()
     time.sleep(seconds)
     elapsed = time.monotonic() - began
-    print(f"| process | CPU over {elapsed:.0f} s | resident | threads | wake-ups |\n|---|---|---|---|---|")
-    for process, was in zip(processes, used, strict=True):
-        cpu = sum(process.cpu_times()[:2]) - was
-        now = threads(process.pid)
-        woken = sum(thread.switches - before[thread.tid].switches for thread in now if thread.tid in before)
+    now = [sum(process.cpu_times()[:2]) for process in processes]
+    woken = {ids: count - before[ids] for ids, count in switches(processes).items() if ids in before}
+    print("| process | CPU | resident | threads | wake-ups |\n|---|---|---|---|---|")
+    for process, cpu in zip(processes, (b - a for a, b in zip(used, now, strict=True)), strict=True):
+        own = [count for (pid, _), count in woken.items() if pid == process.pid]
         size = process.memory_info().rss / 2**20
         name = role(process, server, worker)
-        print(f"| {name} | {100 * cpu / elapsed:.2f}% | {size:.0f} MB | {len(now)} | {woken} |")
-    for process in processes:
-        for thread in threads(process.pid):
-            woken = thread.switches - before[thread.tid].switches if thread.tid in before else 0
-            if woken or thread.name.startswith("llm-engine"):
-                print(f"thread {thread.name} of the {role(process, server, worker)}: {woken} wake-ups")
+        print(f"| {name} | {100 * cpu / elapsed:.2f}% | {size:.0f} MB | {len(own)} | {sum(own)} |")
+    print(f"\nOver {elapsed:.0f} s. Threads that woke up:")
+    for (pid, tid), count in woken.items():
+        if count:
+            name = role(psutil.Process(pid), server, worker)
+            print(f"- {name}, {'main thread' if pid == tid else f'thread {tid}'}: {count} times")
 
 
 def main() -> None:
