@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from settings import settings_table
@@ -86,7 +87,7 @@ def started() -> Iterator[Started]:
         log = Path(folder) / "log"
         env = os.environ | {
             "QUARTET_PORT": str(port),
-            "QUARTET_MODEL_CACHE": f"{folder}/cache",
+            "QUARTET_MODEL_CACHE": f"{folder}/model_cache",
             "QUARTET_LOG_FORMAT": "text",
         }
         with log.open("w") as stream:
@@ -141,8 +142,11 @@ def _joined(events: re.Match[str]) -> str:
 
 
 def agrees(shown: str, real: str) -> bool:
-    """Whether the shown lines are among the real ones, in order; where nothing is left out, they are all."""
-    shown_lines, real_lines = (stable(text).splitlines() for text in (shown, real))
+    """Whether the shown lines are among the real ones, in order; where nothing is left out, they are all.
+
+    Lines that differ in numbers only count as one: a slow machine tells its progress in other steps.
+    """
+    shown_lines, real_lines = ([line for line, _ in groupby(stable(text).splitlines())] for text in (shown, real))
     if ANYTHING not in shown_lines:
         return shown_lines == real_lines
     remaining = iter(real_lines)
