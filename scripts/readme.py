@@ -129,7 +129,7 @@ def stable(output: str) -> str:
     """
     output = re.sub(r'(?:^data: \{"token".*\n*)+', _joined, output, flags=re.MULTILINE)
     output = re.sub(r'("generated_texts?": ?\[?")(.{,12})[^"]*', r"\1\2", output)
-    output = re.sub(r'"reason": ?"[^"]*"', '"reason":…', output)
+    output = re.sub(r'"(reason|worker_pid)": ?("[^"]*"|null|\d+)', r'"\1":…', output)
     output = re.sub(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "ID", output)
     output = re.sub(r"b?float\d+", "FLOAT", output)
     output = re.sub(r"-?\d+(\.\d+)*(e[-+]?\d+)?(\+\w+)?", "#", output)

@@ -52,6 +52,7 @@ def test_what_changes_from_run_to_run_is_not_compared() -> None:
     assert agrees("…\n[  0.1 s] loading", "noise\n[ 12.0 s] loading")
     assert agrees("…\n[ 1.0 s] 25%\n[ 1.1 s] 100%\nready", "[ 7.0 s] 100%\nready")
     assert agrees('data: {"token": "a"}\n\ndata: {"token": "b"}\n\nevent: done', 'data: {"token": "ab"}\n\nevent: done')
+    assert agrees('{"reason":"died","worker_pid":null}', '{"reason":"it died","worker_pid":7}')
     assert stable("torch 2.14.0+cu130") == stable("torch 2.15.1")
 
 
