@@ -1,0 +1,29 @@
+"""Checkpoints for tests with a real model: tiny random ones, and the embedded default."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llm.model_manager import prepare
+from tests.integration.tiny_models import causal_lm
+
+TinyModel = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """name -> folder, made at the first call"""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = causal_lm(name, tmp_path_factory.mktemp("tiny") / name)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    return prepare(None, Path(__file__).parents[2] / "model_cache", lambda _: None)

@@ -1,0 +1,88 @@
+"""Any decoder runs packed, ragged and paged as it runs by itself: the same greedy tokens, the same logprobs."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm.exceptions import ModelRefused
+from llm.model_manager import prepare
+from tests.integration.conftest import TinyModel
+from tests.integration.driver import generate, runner, scattered
+
+ARCHITECTURES = ("llama", "mistral-window", "qwen2", "qwen3", "gemma3", "gpt2", "opt", "phi", "gpt-neox")
+_LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 21, 31, 32, 33, 47, 64, 65, 100, 127, 128, 129, 200, 256, 300, 600)
+
+
+def reference(folder: Path, prompts: list[list[int]], new_tokens: int) -> list[tuple[list[int], list[float]]]:
+    """transformers' greedy generate in float32, prompt by prompt: (tokens, their logprobs)."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    answers = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        logprobs = [float(row[0].float().log_softmax(-1)[token]) for row, token in zip(out.logits, tokens, strict=True)]
+        answers.append((tokens, logprobs))
+    return answers
+
+
+def check(folder: Path, prompts: list[list[int]], new_tokens: int, batches: tuple[int, ...]) -> None:
+    expected = reference(folder, prompts, new_tokens)
+    model = runner(folder)
+    for batch in batches:
+        rng = random.Random(batch)  # noqa: S311 - chooses chunks
+        sequences = scattered(model, prompts, new_tokens, rng)
+        generate(model, sequences, batch, (1, 7, 16, 64, 512), rng)
+        for sequence, (tokens, logprobs) in zip(sequences, expected, strict=True):
+            assert sequence.known[len(sequence.prompt) :] == tokens
+            ours = [float(row.log_softmax(-1)[token]) for row, token in zip(sequence.logits, tokens, strict=True)]
+            assert ours == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tiny_models_give_the_tokens_of_transformers(name: str, tiny_model: TinyModel) -> None:
+    rng = random.Random(0)  # noqa: S311
+    prompts = [[rng.randrange(3, 320) for _ in range(length)] for length in _LENGTHS]
+    check(tiny_model(name), prompts, 64, (1, 4, 16))
+
+
+def test_the_default_model_gives_the_tokens_of_transformers(default_model: Path) -> None:
+    rng = random.Random(0)  # noqa: S311
+    prompts = [[rng.randrange(100, 49000) for _ in range(length)] for length in (5, 40, 150)]
+    check(default_model, prompts, 24, (3,))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mamba", "diffllama"])
+def test_a_model_that_would_be_wrong_is_refused_with_a_reason(name: str, tiny_model: TinyModel) -> None:
+    with pytest.raises(ModelRefused) as refused:
+        runner(tiny_model(name))
+    assert any(word in refused.value.message for word in ("paged", "replaced", "relative difference"))
+
+
+def test_a_context_longer_than_the_models_is_refused(tiny_model: TinyModel) -> None:
+    from llm.loading import context_length, load_model  # noqa: PLC0415
+
+    config = load_model(tiny_model("llama"), torch.float32, torch.device("cpu")).config
+    assert context_length(config, 100) == 100
+    with pytest.raises(ModelRefused, match="1024"):
+        context_length(config, 1025)
+
+
+def test_a_pickled_checkpoint_is_refused_by_name(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = tiny_model("llama")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelRefused, match=r"pytorch_model\.bin"):
+        prepare(str(tmp_path), tmp_path, lambda _: None)

@@ -1,0 +1,90 @@
+"""A token's logits have the same bits alone and in a crowd, in one piece and in chunks, first time and after a prefix hit."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm.batch import Row
+from llm.model_runner import ModelRunner
+from tests.integration.conftest import TinyModel
+from tests.integration.driver import blocks_for, runner
+
+_MODELS = ("llama", "gemma3", "default")
+_LENGTH = 180  # tokens of the sequence that is looked at: two tiles of keys
+
+
+def whole(model: ModelRunner, tokens: list[int], blocks: list[int]) -> torch.Tensor:
+    """[tokens, vocab]"""
+    return model.forward([Row(tokens, 0, blocks, 0)])
+
+
+def in_chunks(model: ModelRunner, tokens: list[int], blocks: list[int], size: int) -> torch.Tensor:
+    parts = [model.forward([Row(tokens[at : at + size], at, blocks, 0)]) for at in range(0, len(tokens), size)]
+    return torch.cat(parts)
+
+
+def in_a_crowd(model: ModelRunner, tokens: list[int], blocks: list[int], free: list[int], rng: random.Random) -> torch.Tensor:
+    """Chunks of random sizes, each in the midst of other rows: single tokens and prompts."""
+    parts, at = [], 0
+    while at < len(tokens):
+        size = rng.choice((1, 1, 5, 16, 40))
+        others, left = [], list(free)
+        for _ in range(rng.randrange(1, 12)):
+            length = rng.choice((1, 1, 1, 30, 70))
+            table = [left.pop() for _ in range(blocks_for(length))]
+            others.append(Row([rng.randrange(3, 300) for _ in range(length)], 0, table, length - 1))
+        place = rng.randrange(len(others) + 1)
+        mine = Row(tokens[at : at + size], at, blocks, 0)
+        logits = model.forward([*others[:place], mine, *others[place:]])
+        parts.append(logits[place : place + len(mine.token_ids)])
+        at += size
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", _MODELS)
+def test_bits(name: str, dtype: str, tiny_model: TinyModel, default_model: Path) -> None:
+    model = runner(default_model if name == "default" else tiny_model(name), dtype)
+    assert model.ready.probe.batch_invariant
+    rng = random.Random(1)  # noqa: S311
+    tokens = [rng.randrange(3, 300) for _ in range(_LENGTH)]
+    free = list(range(1, model.ready.num_blocks + 1))
+    rng.shuffle(free)
+    blocks, free = free[: blocks_for(_LENGTH)], free[blocks_for(_LENGTH) :]
+    expected = whole(model, tokens, blocks)
+    for size in (512, 64, 16, 1):
+        assert torch.equal(in_chunks(model, tokens, blocks, size), expected), f"in chunks of {size}"
+    for _ in range(3):
+        assert torch.equal(in_a_crowd(model, tokens, blocks, free, rng), expected), "in a crowd"
+    hit = 64  # the first blocks were written by another sequence with the same prefix
+    other = [*blocks[: hit // 16], *free[: len(blocks) - hit // 16]]
+    assert torch.equal(model.forward([Row(tokens[hit:], hit, other, 0)]), expected[hit:]), "after a prefix hit"
+    one_thread = runner(Path(model.model.config._name_or_path), dtype, threads=1, probe=model.ready.probe)
+    assert torch.equal(whole(one_thread, tokens, blocks), expected), "with one thread"
+    torch.set_num_threads(2)
+
+
+def test_what_a_slot_held_before_never_shows(tiny_model: TinyModel) -> None:
+    model = runner(tiny_model("llama"))
+    tokens = list(range(3, 40))
+    expected = whole(model, tokens, [1, 2, 3])
+    for cache in model._caches.values():
+        cache.keys.fill_(float("nan"))
+    assert torch.equal(whole(model, tokens, [4, 5, 6]), expected)
+
+
+def test_a_sequence_without_finite_numbers_spoils_nobody_else(tiny_model: TinyModel) -> None:
+    model = runner(tiny_model("llama"))
+    tokens = list(range(3, 40))
+    expected = whole(model, tokens, [1, 2, 3])
+    with torch.inference_mode():
+        embeddings = model.model.get_input_embeddings()
+        assert isinstance(embeddings, torch.nn.Embedding)
+        embeddings.weight[300] = float("inf")
+    poisoned = Row([300] * 20, 0, [4, 5], 0)
+    logits = model.forward([poisoned, Row(tokens, 0, [6, 7, 8], 0)])
+    assert not torch.isfinite(logits[:20]).all()
+    assert torch.equal(logits[20:], expected)
+    assert torch.equal(whole(model, tokens, [4, 5, 6]), expected)  # in blocks that held them
