@@ -103,3 +103,10 @@ def test_compose_gives_a_stop_time_to_finish() -> None:
 def test_compose_is_reached_from_this_machine_only_unless_asked_otherwise() -> None:
     for service in services().values():
         assert service["ports"] == ["${BIND_ADDRESS:-127.0.0.1}:${BIND_PORT:-8000}:" + last_arguments("EXPOSE")]
+
+
+def test_an_unknown_variant_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    script = ["sh", str(ROOT / "deploy/install"), "tpu"]
+    ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30)
+    assert (ran.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert "cpu or cuda" in ran.stderr
