@@ -119,6 +119,14 @@ class TestSameRequestSameAnswer:
         assert answers[0] == answers[1]
         assert len({tuple(answer) for answer in answers}) == 4
 
+    def test_the_draw_depends_on_the_place_in_the_sequence_and_not_on_where_the_prompt_ends(self) -> None:
+        row = random_rows(1, scale=0.3)[0]
+        one, other = (
+            [generate(new_sequence(prompt=prompt, output=output, temperature=1.0, seed=seed), [row])[0] for seed in range(9)]
+            for prompt, output in (([5, 6, 7], []), ([5], [6, 7]))
+        )
+        assert one == other
+
     def test_the_callers_logits_are_left_alone(self) -> None:
         rows = random_rows(len(CROWD))
         kept = rows.clone()
@@ -178,7 +186,8 @@ class TestPenalties:
 
     def test_presence_and_frequency_follow_the_formula(self) -> None:
         row = random_rows(1, scale=0.5)[0]
-        tokens = generate(new_sequence(prompt=[1, 2, 3], presence_penalty=0.4, frequency_penalty=0.3), [row] * 40)
+        prompt = row.topk(4).indices.tolist()
+        tokens = generate(new_sequence(prompt=prompt, presence_penalty=0.4, frequency_penalty=0.3), [row] * 40)
         logits, counts = row.double().numpy(), np.zeros(VOCAB)
         for token in tokens:
             assert token == int((logits - counts * 0.3 - (counts > 0) * 0.4).argmax())
