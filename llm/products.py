@@ -53,7 +53,7 @@ def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int]) -> list[in
 def _in_tiles(product: Product, sizes: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
     """rows: [1, rows, inputs]. Cut into the largest sizes that still fit; what is left over is one more piece."""
     pieces = list(_cuts(rows.shape[1], sizes))
-    if len(pieces) == 1:
+    if len(pieces) <= 1:  # none where a step wants no logits: the head gets no rows
         return product(rows)
     return torch.cat([product(piece) for piece in torch.split(rows, pieces, dim=1)], dim=1)
 
