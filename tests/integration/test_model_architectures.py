@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from llm.exceptions import ModelRefused
 from llm.model_manager import prepare
@@ -19,20 +21,27 @@ _LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 21, 31, 32, 33, 47, 64, 65, 100, 127,
 def reference(folder: Path, prompts: list[list[int]], new_tokens: int) -> list[tuple[list[int], list[float]]]:
     """transformers' greedy generate in float32, prompt by prompt: (tokens, their logprobs)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    no_tokens = list(range(vocabulary, model.config.vocab_size))  # rows of the head that are never emitted
     answers = []
     for prompt in prompts:
-        out = model.generate(
+        out = model.generate(  # type: ignore[misc]  # transformers' own mixin
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=new_tokens,
             do_sample=False,
-            eos_token_id=-1,
             pad_token_id=0,
+            suppress_tokens=no_tokens or None,
             output_logits=True,
             return_dict_in_generate=True,
         )
+        assert isinstance(out, GenerateDecoderOnlyOutput)
+        assert out.logits is not None
         tokens = out.sequences[0, len(prompt) :].tolist()
-        logprobs = [float(row[0].float().log_softmax(-1)[token]) for row, token in zip(out.logits, tokens, strict=True)]
+        logprobs = [
+            float(row[0, :vocabulary].float().log_softmax(-1)[token]) for row, token in zip(out.logits, tokens, strict=True)
+        ]
         answers.append((tokens, logprobs))
     return answers
 

@@ -66,6 +66,14 @@ def test_bits(name: str, dtype: str, tiny_model: TinyModel, default_model: Path)
     torch.set_num_threads(2)
 
 
+def test_a_step_that_wants_no_logits_computes_the_cache(tiny_model: TinyModel) -> None:
+    model = runner(tiny_model("llama"))
+    tokens = list(range(3, 40))
+    expected = whole(model, tokens, [1, 2, 3])
+    assert model.forward([Row(tokens[:20], 0, [4, 5, 6], 20)]).shape == (0, model.vocab_size)
+    assert torch.equal(model.forward([Row(tokens[20:], 20, [4, 5, 6], 0)]), expected[20:])
+
+
 def test_what_a_slot_held_before_never_shows(tiny_model: TinyModel) -> None:
     model = runner(tiny_model("llama"))
     tokens = list(range(3, 40))
