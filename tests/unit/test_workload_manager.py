@@ -170,7 +170,7 @@ def test_what_has_expired_never_costs_a_step() -> None:
 )
 def test_what_ends_a_sequence(params: dict[str, int], token: int, expected: tuple[FinishReason | None, bool]) -> None:
     workload = manager()
-    workload.add(make(1, 2, **params))  # type: ignore[arg-type]
+    workload.add(make(1, 2, **params))
     (sampled,) = complete(workload, workload.get_next_batch(0.0), token)
     assert (sampled.finish, sampled.stop_token) == expected
 
