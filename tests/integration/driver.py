@@ -15,7 +15,7 @@ from llm.model_runner import ModelRunner
 _BLOCK = 16
 
 
-def runner(folder: Path, dtype: str = "float32", *, threads: int = 2, probe: ProbeReport | None = None) -> ModelRunner:
+def runner(folder: Path, dtype: str = "float32", *, threads: int = 1, probe: ProbeReport | None = None) -> ModelRunner:
     spec = WorkerSpec(
         generation=1,
         folder=str(folder),

@@ -22,6 +22,7 @@ _GROUPED = {"num_key_value_heads": 2, **_SIZES}
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_GROUPED},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, **_GROUPED},
     "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, **_IDS},
     "opt": {
         "model_type": "opt",
@@ -45,6 +46,7 @@ TINY: dict[str, dict[str, Any]] = {
         **_GROUPED,
     },
     "phi": {"model_type": "phi", **_GROUPED},
+    "phi3": {"model_type": "phi3", **_GROUPED},
     "gpt-neox": {"model_type": "gpt_neox", **_SIZES},
     "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, **_IDS},
     "mamba": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, **_IDS},
