@@ -27,27 +27,42 @@ def tile_products(model: PreTrainedModel, tiles: Sequence[int]) -> None:
 @torch.inference_mode()
 def agreeing_tiles(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, ...]:
     """The numbers of rows, smallest first, at which every product of this model on this machine gives a row the same
-    bits; empty where a row's bits depend on its place."""
+    bits; empty where a row's bits depend on its place.
+
+    The same as in one thread, where any number does that: then two services with other numbers of threads agree.
+    """
+    for reference_threads in dict.fromkeys((1, torch.get_num_threads())):
+        tiles = _tiles_that_agree(model, dtype, reference_threads)
+        if tiles:
+            return tiles
+    return ()
+
+
+def _tiles_that_agree(model: PreTrainedModel, dtype: torch.dtype, reference_threads: int) -> tuple[int, ...]:
     agreeing = [_SMALLEST, *_LARGER]
     seen = set()
     for layer in _layers(model):
         shape = (tuple(layer.weight.shape), layer.bias is None)
         if shape not in seen:
             seen.add(shape)
-            agreeing = _agreeing(layer.forward, _inputs(layer, agreeing[-1], dtype), agreeing)
+            agreeing = _agreeing(layer.forward, _inputs(layer, agreeing[-1], dtype), agreeing, reference_threads)
             if not agreeing:
                 return ()
     return tuple(agreeing)
 
 
-def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int]) -> list[int]:
-    """rows: [1, largest size, inputs]. Those of the sizes that agree with the first."""
-    smallest = sizes[0]
+def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int], reference_threads: int) -> list[int]:
+    """rows: [1, largest size, inputs]. Those of the sizes that agree with the smallest in the reference's threads; none
+    where that one doesn't agree with itself."""
+    smallest, threads = sizes[0], torch.get_num_threads()
+    torch.set_num_threads(reference_threads)
     expected = _in_tiles(product, (smallest,), rows)
-    moved = rows.roll(1, dims=1)
-    if not torch.equal(_in_tiles(product, (smallest,), moved), expected.roll(1, dims=1)):
+    torch.set_num_threads(threads)
+    moved = _in_tiles(product, (smallest,), rows.roll(1, dims=1)).roll(-1, dims=1)
+    if not torch.equal(moved, expected):
         return []
-    return [size for size in sizes if size == smallest or torch.equal(_in_tiles(product, (size,), rows), expected)]
+    found = [size for size in sizes if torch.equal(_in_tiles(product, (size,), rows), expected)]
+    return found if smallest in found else []
 
 
 def _in_tiles(product: Product, sizes: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
