@@ -1,6 +1,7 @@
 """A checkpoint folder becomes a model in memory, with our attention in it."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from llm.attention import base
 from llm.exceptions import ModelRefused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LONGEST_REASON = 300  # characters of a library's own words
 
 
 def choose_device(asked: str) -> torch.device:
@@ -39,21 +41,35 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=base.NAME,
-            local_files_only=True,
-            use_safetensors=True,
-        )
-    except (KeyError, ValueError, OSError) as error:
-        raise ModelRefused(f"{folder.name} can't be loaded: {_first_line(error)}") from error
+        model, report = _build(folder, config, dtype)
+    except Exception as error:  # those of transformers, safetensors and the config's checks have no common base
+        raise ModelRefused(f"{folder.name} can't be loaded: {_reason(error)}") from error
+    if report["missing_keys"]:  # transformers would go on with random numbers there
+        raise ModelRefused(f"{folder.name} lacks {_named(report['missing_keys'])}")
+    if report["mismatched_keys"]:
+        names = [name for name, *_ in report["mismatched_keys"]]
+        raise ModelRefused(f"{folder.name} has other shapes than its config.json says: {_named(names)}")
     if not model._supports_attention_backend:
         raise ModelRefused(f"{folder.name} is a {config.model_type} model, whose attention can't be replaced by a paged one")
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _build(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """-> the model, and what transformers says of tensors that the checkpoint lacks or has in another shape"""
+    built: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=base.NAME,
+        local_files_only=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    model, report = built
+    return model, report
 
 
 def context_length(config: PreTrainedConfig, asked: int | None) -> int:
@@ -86,5 +102,16 @@ def _cpu_has_bfloat16() -> bool:
     return flags.is_file() and any(flag in flags.read_text().split() for flag in ("avx512_bf16", "amx_bf16"))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _reason(error: Exception) -> str:
+    """In one line."""
+    if isinstance(error, KeyError):
+        if error.args == (base.NAME,):  # looked up among the attentions that the model brings along
+            return "its attention can't be replaced by a paged one"
+        return f"transformers doesn't know {error}"
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+def _named(tensors: Collection[str]) -> str:
+    first, *more = sorted(tensors)
+    return f"{first} and {len(more)} more tensors" if more else first

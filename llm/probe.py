@@ -71,6 +71,8 @@ def _in_chunks(runner: Runner, prompts: list[list[int]], tables: list[list[int]]
             for prompt, start, end, table in zip(prompts, done, ends, tables, strict=True)
             if start < len(prompt)
         ]
+        if not rows:  # a context shorter than the first cut
+            break
         logits = torch.split(runner.forward(rows), [len(row.token_ids) for row in rows])
         unfinished = [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]
         for i, part in zip(unfinished, logits, strict=True):

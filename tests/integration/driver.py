@@ -9,14 +9,14 @@ import torch
 from tokenizers import Tokenizer
 
 from llm.batch import Row
-from llm.messages import ProbeReport, WorkerSpec
+from llm.messages import WorkerSpec
 from llm.model_runner import ModelRunner
 
 _BLOCK = 16
 
 
-def runner(folder: Path, dtype: str = "float32", *, threads: int = 1, probe: ProbeReport | None = None) -> ModelRunner:
-    spec = WorkerSpec(
+def spec(folder: Path, dtype: str = "float32", threads: int = 1) -> WorkerSpec:
+    return WorkerSpec(
         generation=1,
         folder=str(folder),
         num_tokens=Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(),
@@ -29,9 +29,12 @@ def runner(folder: Path, dtype: str = "float32", *, threads: int = 1, probe: Pro
         kv_cache_bytes=None,
         kv_cache_limit=64 << 20,
         batch_invariant=True,
-        probe=probe,
+        probe=None,
     )
-    return ModelRunner(spec, lambda _: None)
+
+
+def runner(folder: Path, dtype: str = "float32", *, threads: int = 1) -> ModelRunner:
+    return ModelRunner(spec(folder, dtype, threads), lambda _: None)
 
 
 @dataclass(eq=False)

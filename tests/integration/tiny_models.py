@@ -37,6 +37,16 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **(_GROUPED | {"vocab_size": 384})},  # more rows than tokens, as the real ones have
     "qwen3": {"model_type": "qwen3", "head_dim": 16, **_GROUPED},
     "mistral-window": {"model_type": "mistral", "sliding_window": 16, **_GROUPED},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 16, "attn_logit_softcapping": 2.0, **_GROUPED},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **_GROUPED,
+    },
     "gemma3": {
         "model_type": "gemma3_text",
         "head_dim": 16,
@@ -50,6 +60,9 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt-neox": {"model_type": "gpt_neox", **_SIZES},
     "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, **_IDS},
     "mamba": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, **_IDS},
+    "falcon": {"model_type": "falcon", "alibi": True, **_SIZES},
+    "minimax": {"model_type": "minimax", **_GROUPED},
+    "doge": {"model_type": "doge", **_GROUPED},
     "diffllama": {"model_type": "diffllama", **_GROUPED},
 }
 
