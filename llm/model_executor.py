@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
@@ -42,37 +42,17 @@ log = logging.getLogger(__name__)
 
 MODEL_WORKER = "llm.model_worker:run_worker"
 _PRELOAD = ["llm.forkserver_guard", "llm.preload"]
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Threads that wait by spinning are the faster ones on an idle machine. Where somebody else wants a core, each of a step's
-# thousand barriers then waits for the scheduler's time slice: a step of 56 ms took 2.6 s (docs/decisions.md).
-_WAIT_POLICY = "OMP_WAIT_POLICY"
 _END_SECONDS = 1.0  # for a killed process to be gone
 _KILL_SECONDS = 0.05  # between two attempts on a forkserver that is just being started
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _start_forkserver() -> None:
     """Starts the process that imports torch and the model classes, and returns at once. Does nothing where it runs.
 
-    It is killed when the thread that started it ends (`llm/forkserver_guard.py`). The libraries' own threads are held
-    at one there, because a fork copies only the thread that forks.
+    It is killed when the thread that started it ends (`llm/forkserver_guard.py`).
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
-    with _environment(_ONE_THREAD | {_WAIT_POLICY: os.environ.get(_WAIT_POLICY, "PASSIVE")}):
-        forkserver.ensure_running()
+    forkserver.ensure_running()
 
 
 def _kill_forkserver() -> None:
