@@ -42,6 +42,7 @@ class Leftovers:
     def __init__(self, mark: str, patience: float = 5.0) -> None:
         self._known = Seen.now()
         self._wider = 0  # fixtures of ours that outlive a test
+        self._wider_workers = 0  # that they have had under a forkserver: one that died took their parent away, not them
         self._mark = mark
         self._patience = patience
 
@@ -54,9 +55,12 @@ class Leftovers:
         after = Seen.now()
         started = {process: parent for process, parent in after.processes.items() if process not in before.processes}
         self._known = Seen(self._known.processes | started, self._known.threads | (after.threads - before.threads))
+        self._wider_workers = max(self._wider_workers, len(after.workers()))
 
     def wider_teardown(self) -> None:
         self._wider -= 1
+        if self._wider == 0:
+            self._wider_workers = 0
 
     def of_test(self) -> list[str]:
         """In words, what is new since the last call and doesn't go away by itself. Takes a millisecond where all is well."""
@@ -90,7 +94,7 @@ class Leftovers:
     def _new_processes(self, now: Seen) -> set[psutil.Process]:
         allowed = {process.pid for process in self._known.processes} | _helpers()
         new = {process for process in now.processes if process.pid not in allowed}
-        if self._wider and len(now.workers()) <= len(self._known.workers()):
+        if self._wider and len(now.workers()) <= max(self._wider_workers, len(self._known.workers())):
             new -= now.workers()
         # What a process of a wider scope starts is that one's.
         owners = allowed - _helpers()
