@@ -3,6 +3,7 @@
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What we don't read is refused by name.
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Iterator
@@ -28,6 +29,17 @@ _KINDS = {
     30: ("BF16", 1, 2),
 }  # name, numbers, bytes
 _CONTROL_TOKEN = 3
+_NEEDED = (
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.block_count",
+    "llama.attention.head_count",
+    "llama.attention.layer_norm_rms_epsilon",
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges",
+)
 
 _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
@@ -59,14 +71,15 @@ class Gguf:
         try:
             self.metadata: dict[str, Any] = {self._string(): self._value(self._unpack("<I")[0]) for _ in range(num_keys)}
             self._tensors = self._read_index(num_tensors)
-        except (struct.error, ValueError, KeyError, UnicodeDecodeError) as error:
+        except (struct.error, ValueError, KeyError, ArithmeticError, TypeError, MemoryError, RecursionError) as error:
             raise ModelRefused(f"{path.name} is damaged or cut off: {error}") from error
         self._check()
 
     def weights(self) -> Iterator[tuple[str, Floats]]:
         """Hugging Face name and float32 values of each tensor, one after the other."""
         meta = self.metadata
-        heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
+        query_heads = meta["llama.attention.head_count"]
+        heads = {"attn_q": query_heads, "attn_k": meta.get("llama.attention.head_count_kv", query_heads)}
         for name, (kind, shape, raw) in self._tensors.items():
             weight = _dequantized(kind, raw).reshape(shape)
             part = name.split(".")[-2]
@@ -138,6 +151,9 @@ class Gguf:
             )
         if any(key.startswith("llama.rope.scaling") for key in self.metadata):
             raise ModelRefused(f"{self._name} scales its rotary positions, which isn't read from a GGUF file")
+        for key in _NEEDED:
+            if key not in self.metadata:
+                raise ModelRefused(f"{self._name} has no {key}")
         for name in self._tensors:
             self._hf_name(name)
 
@@ -164,7 +180,7 @@ class Gguf:
                 known = ", ".join(label for label, _, _ in _KINDS.values())
                 raise ModelRefused(f"{self._name}: {name} is quantized in a way (type {kind}) that isn't read; {known} are")
             label, numbers, size = _KINDS[kind]
-            count = int(np.prod(shape)) // numbers * size
+            count = math.prod(shape) // numbers * size
             tensors[name] = (label, shape, np.frombuffer(self._map, np.uint8, count, base + offset))
         return tensors
 
