@@ -35,7 +35,7 @@ from llm.messages import (
     WorkerFailure,
     WorkerSpec,
 )
-from llm.worker_entry import begin_worker
+from llm.worker_entry import PARENT_PID, begin_worker
 from llm.workload_manager import ScheduledBatch, ScheduledSequence
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def _start_forkserver() -> None:
     It is killed when the thread that started it ends (`llm/forkserver_guard.py`).
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    os.environ[PARENT_PID] = str(os.getpid())
     forkserver.ensure_running()
 
 

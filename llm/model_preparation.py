@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llm.channel import Stopped, Wakeup, wait_readable
 from llm.exceptions import ModelRefused
+from llm.worker_entry import PARENT_PID
 
 _ROOT = Path(__file__).parent.parent
 
@@ -23,7 +24,12 @@ def prepare_model(model: str | None, cache: Path, report: Callable[[str], None],
         # A relative folder is relative to where the user stands, not to where our code is.
         command += ["--model", str(Path(model).resolve()) if Path(model).exists() else model]
     with subprocess.Popen(  # noqa: S603 - no shell, our own command
-        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | {PARENT_PID: str(os.getpid())},
     ) as child:
         try:
             lines = _follow(child, report, stop)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PARENT_PID = "SERVICE_PARENT_PID"  # environment variable
 
 WorkerMain = Callable[[Any, Connection, Connection], None]
 
@@ -42,7 +43,10 @@ def _end_with_parent() -> None:
 def die_with_parent() -> None:
     """For a direct child (the forkserver, the preparation of a model): killed when the thread that started it ends.
 
-    Linux only; elsewhere such a child ends when it next looks at its pipe.
+    The parent leaves its id in the environment, by which one that died before this is called is noticed too. Linux only;
+    elsewhere such a child ends when it next looks at its pipe.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.environ.get(PARENT_PID) not in {None, str(os.getppid())}:
+            os._exit(1)

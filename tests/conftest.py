@@ -21,6 +21,7 @@ hypothesis.settings.load_profile("ci")
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(uuid.uuid4())
     config.stash[_LEFTOVERS] = Leftovers(os.environ[MARK])
+    config.pluginmanager.register(WiderFixtures(config.stash[_LEFTOVERS]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -30,17 +31,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Generator[None, object, object]:
-    if not _is_wider(fixturedef):
-        return (yield)
-    with request.config.stash[_LEFTOVERS].wider_setup():
-        return (yield)
+class WiderFixtures:
+    """A plugin by itself: a conftest's hooks don't see fixtures of the session's scope."""
 
+    def __init__(self, leftovers: Leftovers) -> None:
+        self._leftovers = leftovers
 
-def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-    if _is_wider(fixturedef) and fixturedef.cached_result is not None:
-        request.config.stash[_LEFTOVERS].wider_teardown()
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        if not _is_wider(fixturedef):
+            return (yield)
+        with self._leftovers.wider_setup():
+            return (yield)
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if _is_wider(fixturedef) and fixturedef.cached_result is not None:
+            self._leftovers.wider_teardown()
 
 
 def _is_wider(fixturedef: pytest.FixtureDef[Any]) -> bool:
