@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from llm.attention import base
 from llm.exceptions import ModelRefused
+from llm.light_imports import light_imports
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LONGEST_REASON = 300  # characters of a library's own words
@@ -58,16 +59,17 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
 
 def _build(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
     """-> the model, and what transformers says of tensors that the checkpoint lacks or has in another shape"""
-    built: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=base.NAME,
-        local_files_only=True,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with light_imports():
+        built: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=base.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     model, report = built
     return model, report
 

@@ -3,12 +3,16 @@
 Runs no tensor operation and touches nothing of CUDA: both would start threads or contexts that a fork doesn't copy.
 """
 
-import torch
-import transformers.masking_utils
-import transformers.modeling_utils
-import transformers.models.auto.modeling_auto
-import transformers.models.llama.modeling_llama
+from llm.light_imports import light_imports
 
-import llm.model_worker
+with light_imports():
+    import torch
+    import torch.fx.experimental.symbolic_shapes  # torch asks for it when a model is built, before its weights are read
+    import transformers.masking_utils
+    import transformers.modeling_utils
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama
+
+    import llm.model_worker
 
 __all__ = ["llm", "torch", "transformers"]
