@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from llm.vllm_engine import VllmEngine
-
 import logs
 from llm.engine_state import EngineState
 from llm.llm import LLMEngine
 from llm.submission import GenerationRequest, Submission
+from llm.vllm_engine import VllmEngine
 from metrics import ServiceMetrics
 from settings import HttpConfig, Settings
 
