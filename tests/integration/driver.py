@@ -15,13 +15,13 @@ from llm.model_runner import ModelRunner
 _BLOCK = 16
 
 
-def spec(folder: Path, dtype: str = "float32", threads: int = 1) -> WorkerSpec:
+def spec(folder: Path, dtype: str = "float32", threads: int = 1, device: str = "cpu") -> WorkerSpec:
     return WorkerSpec(
         generation=1,
         folder=str(folder),
         num_tokens=Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(),
         dtype=dtype,
-        device="cpu",
+        device=device,
         threads=threads,
         max_num_seqs=16,
         max_num_batched_tokens=1024,
@@ -33,8 +33,8 @@ def spec(folder: Path, dtype: str = "float32", threads: int = 1) -> WorkerSpec:
     )
 
 
-def runner(folder: Path, dtype: str = "float32", *, threads: int = 1) -> ModelRunner:
-    return ModelRunner(spec(folder, dtype, threads), lambda _: None)
+def runner(folder: Path, dtype: str = "float32", *, threads: int = 1, device: str = "cpu") -> ModelRunner:
+    return ModelRunner(spec(folder, dtype, threads, device), lambda _: None)
 
 
 @dataclass(eq=False)
