@@ -1,7 +1,8 @@
 """What is built from what, once, and closed in reverse."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,6 +22,9 @@ class Generator(Protocol):
     async def submit(self, request: GenerationRequest) -> Submission:
         """Raises a ClientError or ServerError for a request that is not taken."""
 
+    async def drain(self, grace: float) -> bool:
+        """Takes no more requests. True when all that were taken have ended, within `grace` seconds."""
+
     async def close(self) -> None:
         """What still runs ends with Draining. A second call does nothing."""
 
@@ -38,8 +42,6 @@ class Engine(Generator, Protocol):
 
     def state(self) -> EngineState: ...
 
-    async def drain(self, grace: float) -> bool: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -50,11 +52,18 @@ class Services:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self.engine.close)
-            self.engine.start()
-            stack.push_async_callback(self.vllm.close)
+        self.engine.start()
+        try:
             yield
+        finally:
+            await self.close()
+
+    async def drain(self, grace: float) -> bool:
+        """As a Generator's, of all of them."""
+        return all(await asyncio.gather(self.engine.drain(grace), self.vllm.drain(grace)))
+
+    async def close(self) -> None:
+        await asyncio.gather(self.engine.close(), self.vllm.close())
 
 
 def build(settings: Settings) -> Services:

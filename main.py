@@ -49,7 +49,7 @@ def _serve(chosen: "Settings", started: float) -> int:
         services = build(chosen)
         server = Server(
             create_app(services),
-            services.engine,
+            services,
             listener,
             drain_seconds=chosen.drain_seconds,
             max_connections=chosen.max_connections,

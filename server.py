@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from connections import Connection
-from containers import Engine
+from containers import Services
 from llm.engine_state import EngineStatus
 from llm.exceptions import QuartetError
 
@@ -50,7 +50,7 @@ class Server:
     def __init__(
         self,
         app: FastAPI,
-        engine: Engine,
+        services: Services,
         listener: socket.socket,
         *,
         drain_seconds: float,
@@ -68,7 +68,8 @@ class Server:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
         self._uvicorn = _Uvicorn(config)
-        self._engine = engine
+        self._services = services
+        self._engine = services.engine
         self._listener = listener
         self._drain_seconds = drain_seconds
         self._say = say
@@ -113,7 +114,7 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._second_signal.wait(), max(_LAST_WORDS_SECONDS, deadline - time.monotonic()))
         logger.warning("ending now: requests that still run get an error")
-        self._closing = asyncio.ensure_future(self._engine.close())
+        self._closing = asyncio.ensure_future(self._services.close())
         await asyncio.sleep(_LAST_WORDS_SECONDS)
         await self._cut_off()
 
@@ -127,7 +128,7 @@ class Server:
 
     async def _drained(self) -> bool:
         """Whether everything finished within the grace; False at once on a second signal."""
-        draining = asyncio.ensure_future(self._engine.drain(self._drain_seconds))
+        draining = asyncio.ensure_future(self._services.drain(self._drain_seconds))
         hurrying = asyncio.ensure_future(self._second_signal.wait())
         try:
             await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """From a request to sequences: tokenization, every refusal that needs the model's limits, seeds, and the bound on how
 many are taken."""
 
+import asyncio
 import itertools
 import math
 import secrets
@@ -36,7 +37,7 @@ class AdmissionBound:
         self._held = 0
         self._lock = threading.Lock()
         self._seconds = 1.0  # moving average of a sequence's time from its submission to its end
-        self._when_empty: list[Callable[[], None]] = []
+        self._when_empty: list[Callable[[], object]] = []
 
     @property
     def held(self) -> int:
@@ -60,13 +61,19 @@ class AdmissionBound:
         for callback in waiting:
             callback()
 
-    def when_empty(self, callback: Callable[[], None]) -> None:
-        """Called once, from any thread, as soon as nothing is held; at once where nothing is."""
+    async def empty(self, seconds: float) -> bool:
+        """True as soon as nothing is held; False where something still is after that time."""
+        loop, empty = asyncio.get_running_loop(), asyncio.Event()
         with self._lock:
-            if self._held > 0:
-                self._when_empty.append(callback)
-                return
-        callback()
+            if self._held == 0:
+                return True
+            self._when_empty.append(lambda: loop.call_soon_threadsafe(empty.set))
+        try:
+            async with asyncio.timeout(seconds):
+                await empty.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 class Intake:

@@ -150,18 +150,7 @@ class LLMEngine:
     async def drain(self, grace: float) -> bool:
         """Takes no more requests. True when all that were taken have ended, within `grace` seconds."""
         self._gate.drain()
-        loop, empty = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(empty.set)
-
-        self._bound.when_empty(wake)
-        try:
-            async with asyncio.timeout(grace):
-                await empty.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await self._bound.empty(grace)
 
     async def close(self) -> None:
         """Ends what still runs with Draining, then the worker and the thread, whatever they are at. Takes under 2 s."""

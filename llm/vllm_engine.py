@@ -32,7 +32,7 @@ class VllmEngine:
         self._folder = folder
         self._bound = AdmissionBound(config.max_num_seqs + _MAX_WAITING, config.max_num_seqs)
         self._process: VllmProcess | None = None
-        self._closed = False
+        self._draining = False
 
     async def submit(self, request: GenerationRequest) -> Submission:
         """Queues all sequences of a request, or none; the first request waits for vLLM's start.
@@ -59,14 +59,19 @@ class VllmEngine:
         seq_ids = [one.sequence.seq_id for one in prepared]
         return Submission(outputs, lambda: process.abort(seq_ids))
 
+    async def drain(self, grace: float) -> bool:
+        """Takes no more requests. True when all that were taken have ended, within `grace` seconds."""
+        self._draining = True
+        return await self._bound.empty(grace)
+
     async def close(self) -> None:
         """What still runs ends with Draining. Takes under 2 s; a second call does nothing."""
-        self._closed = True
+        self._draining = True
         if self._process is not None:
             await asyncio.to_thread(self._process.stop, _STOP_SECONDS)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._draining:
             raise Draining()
         reason = unavailable(allow_cpu=self._config.allow_cpu)
         if reason is not None:

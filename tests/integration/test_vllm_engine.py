@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -131,10 +130,7 @@ async def test_too_long_is_refused(engine: VllmEngine) -> None:
 async def test_who_leaves_is_forgotten_by_vllm_too(engine: VllmEngine) -> None:
     with await engine.submit(request("abc", params=LONG)) as submission:
         await submission.outputs[0].__anext__()
-    left = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    engine._bound.when_empty(partial(loop.call_soon_threadsafe, left.set))  # type: ignore[arg-type]
-    await asyncio.wait_for(left.wait(), 1)
+    assert await engine._bound.empty(1)
     assert (await answer(engine, "running", max_tokens=1)).text == "1"
 
 
@@ -174,6 +170,17 @@ async def test_a_death_is_told_and_the_next_request_starts_another(own_engine: V
 async def test_the_bound_holds_and_nothing_of_a_refused_request_is_kept(engine: VllmEngine) -> None:
     with pytest.raises(QueueFull):
         await engine.submit(request(*["x"] * 261, params=LONG))
+
+
+async def test_a_drain_waits_for_what_runs_and_takes_no_more(own_engine: VllmEngine) -> None:
+    submission = await own_engine.submit(request("abc", params=LONG))
+    await submission.outputs[0].__anext__()
+    assert not await own_engine.drain(0.01)
+    with pytest.raises(Draining):
+        await answer(own_engine, "abc")
+    draining = asyncio.create_task(own_engine.drain(30))
+    assert len((await submission.outputs[0].collect()).token_ids) > 1
+    assert await draining
 
 
 async def test_closing_ends_what_runs_with_its_reason(own_engine: VllmEngine) -> None:

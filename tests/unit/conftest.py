@@ -36,8 +36,12 @@ def http() -> HttpConfig:
 
 
 @pytest.fixture
-def services(engine: ScriptedEngine, http: HttpConfig) -> Services:
-    vllm = ScriptedEngine(refusal=VllmUnavailable("there is no GPU"))
+def vllm() -> ScriptedEngine:
+    return ScriptedEngine(refusal=VllmUnavailable("there is no GPU"))
+
+
+@pytest.fixture
+def services(engine: ScriptedEngine, vllm: ScriptedEngine, http: HttpConfig) -> Services:
     return Services(http=http, metrics=ServiceMetrics(), engine=engine, vllm=vllm)
 
 

@@ -66,11 +66,11 @@ class Running:
 
 
 @asynccontextmanager
-async def serving(app: FastAPI, engine: ScriptedEngine, drain_seconds: float = 30.0) -> AsyncIterator[Running]:
+async def serving(app: FastAPI, drain_seconds: float = 30.0) -> AsyncIterator[Running]:
     """The real server on a free port in this very process: its signal handlers are there until it has ended."""
     listener = listen("127.0.0.1", 0)
     told = Told()
-    server = Server(app, engine, listener, drain_seconds=drain_seconds, max_connections=4, say=told.say)
+    server = Server(app, app.state.services, listener, drain_seconds=drain_seconds, max_connections=4, say=told.say)
     running = Running(url_of(listener), asyncio.create_task(server.run(time.monotonic())), told)
     try:
         yield running
@@ -82,7 +82,7 @@ async def serving(app: FastAPI, engine: ScriptedEngine, drain_seconds: float = 3
 
 
 async def test_idle_it_ends_at_once_though_connections_are_open(app: FastAPI, engine: ScriptedEngine) -> None:
-    async with serving(app, engine) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with serving(app) as running, httpx.AsyncClient(base_url=running.url) as client:
         await running.told.until("serving")
         assert (await client.get("/ready")).status_code == 200
         began = time.monotonic()
@@ -99,7 +99,7 @@ async def test_running_requests_finish_while_new_ones_are_refused(
     app: FastAPI, engine: ScriptedEngine, number: signal.Signals
 ) -> None:
     engine.hold = True
-    async with serving(app, engine) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with serving(app) as running, httpx.AsyncClient(base_url=running.url) as client:
         await running.told.until("serving")
         batch = asyncio.create_task(client.post("/basic_generate", json=ASKED))
         await engine.begin(0, "")
@@ -133,7 +133,7 @@ async def test_what_outlasts_the_grace_or_a_second_signal_gets_its_error(
 ) -> None:
     engine.hold = True
     async with (
-        serving(app, engine, drain_seconds=0.2 if signals == 1 else 30) as running,
+        serving(app, drain_seconds=0.2 if signals == 1 else 30) as running,
         httpx.AsyncClient(base_url=running.url) as client,
     ):
         await running.told.until("serving")
@@ -151,7 +151,7 @@ async def test_what_outlasts_the_grace_or_a_second_signal_gets_its_error(
 
 async def test_a_reader_that_reads_nothing_does_not_hold_it_up(app: FastAPI, engine: ScriptedEngine) -> None:
     engine.hold = True
-    async with serving(app, engine, drain_seconds=0.1) as running:
+    async with serving(app, drain_seconds=0.1) as running:
         await running.told.until("serving")
         host, port = running.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1)
@@ -164,7 +164,7 @@ async def test_a_reader_that_reads_nothing_does_not_hold_it_up(app: FastAPI, eng
 
 
 async def test_one_connection_too_many_is_closed_and_the_others_live(app: FastAPI, engine: ScriptedEngine) -> None:
-    async with serving(app, engine) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with serving(app) as running, httpx.AsyncClient(base_url=running.url) as client:
         assert (await client.get("/health")).status_code == 200
         host, port = running.url.removeprefix("http://").split(":")
         others = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
@@ -199,7 +199,7 @@ async def test_while_the_model_loads_the_listener_is_open_and_it_can_be_stopped(
 ) -> None:
     engine.loaded = asyncio.Event()
     engine.become(EngineStatus.LOADING, "reading the weights")
-    async with serving(app, engine) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with serving(app) as running, httpx.AsyncClient(base_url=running.url) as client:
         await running.told.until("reading the weights")
         refused = await client.post("/generate_stream", json=ASKED)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
@@ -214,7 +214,7 @@ async def test_while_the_model_loads_the_listener_is_open_and_it_can_be_stopped(
 async def test_each_step_of_the_load_is_told_then_how_to_ask(app: FastAPI, engine: ScriptedEngine) -> None:
     engine.loaded = asyncio.Event()
     engine.become(EngineStatus.LOADING, "reading the weights")
-    async with serving(app, engine) as running:
+    async with serving(app) as running:
         await running.told.until("reading the weights")
         engine.become(EngineStatus.LOADING, "probing")
         await running.told.until("probing")
@@ -232,7 +232,7 @@ async def test_a_load_that_fails_is_told_and_ends_with_1(
     app: FastAPI, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.load_error = ModelRefused("the weights are cut off")
-    async with serving(app, engine) as running:
+    async with serving(app) as running:
         assert await running.exit_code(3) == 1
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
         "the model can't be served: the weights are cut off"
@@ -272,3 +272,32 @@ def test_where_all_addresses_are_listened_at_the_url_is_one_to_paste() -> None:
 def test_the_url_of_an_ipv6_address_has_brackets() -> None:
     with listen("::1", 0) as listener:
         assert url_of(listener).startswith("http://[::1]:")
+
+
+async def test_requests_that_vllm_answers_are_waited_for_too(app: FastAPI, vllm: ScriptedEngine) -> None:
+    vllm.hold, vllm.refusal = True, None
+    async with serving(app) as running, httpx.AsyncClient(base_url=running.url) as client:
+        await running.told.until("serving")
+        asking = asyncio.create_task(client.post("/generate_vllm", json={"prompts": ["one"]}))
+        await vllm.begin(0, "a")
+        running.signal()
+        await asyncio.wait_for(vllm.draining.wait(), 1)
+        await asyncio.sleep(0.3)  # uvicorn looks at its flag every 0.1 s: a listener told to close would be closed now
+        async with httpx.AsyncClient(base_url=running.url) as newcomer:
+            refused = await newcomer.post("/generate_vllm", json={"prompts": ["x"]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        vllm.running[0].finish("b")
+        assert (await asking).json() == {"generated_texts": ["ab"]}
+        assert await running.exit_code(2) == 0
+
+
+async def test_what_vllm_has_not_answered_by_the_grace_s_end_gets_its_error(app: FastAPI, vllm: ScriptedEngine) -> None:
+    vllm.hold, vllm.refusal = True, None
+    async with serving(app, drain_seconds=0.1) as running, httpx.AsyncClient(base_url=running.url) as client:
+        await running.told.until("serving")
+        asking = asyncio.create_task(client.post("/generate_vllm", json={"prompts": ["one"]}))
+        await vllm.begin(0, "a")
+        running.signal()
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        assert await running.exit_code(2) == 0
