@@ -1,13 +1,13 @@
 """Packing: the rows of one step, laid end to end without padding between them, as numpy arrays.
 
-rows        A: tokens 5..7 of a prompt     B: its last token     (padding to a multiple)
+rows        A: tokens 5..7 of a prompt     B: its last token     (padding)
 token_ids   [ a5    a6    a7               b19                   0     0     0     0 ]
 positions   [ 5     6     7                19                    0     0     0     0 ]
 slots       [ where each key and value is written: block * block_size + offset; padding writes to block 0 ]
 starts      [ 0, 3, 4 ]                    row i is token_ids[starts[i] : starts[i + 1]]
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,11 +42,11 @@ class PackedBatch:
     num_wanted: int
 
 
-def pack(rows: Sequence[Row], block_size: int, multiple: int) -> PackedBatch:
-    """Tokens and wanted logits are each padded to a multiple; logits are padded with the last wanted place."""
+def pack(rows: Sequence[Row], block_size: int, padded: Callable[[int], int]) -> PackedBatch:
+    """Tokens and wanted logits are each padded to as many as `padded` says; logits with the last wanted place."""
     lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    size = _round_up(int(starts[-1]), multiple)
+    size = padded(int(starts[-1]))
     token_ids, positions, slots = (np.zeros(size, np.int64) for _ in range(3))
     wanted: list[Ints] = []
     for row, at in zip(rows, starts, strict=False):
@@ -56,7 +56,7 @@ def pack(rows: Sequence[Row], block_size: int, multiple: int) -> PackedBatch:
         slots[at:end] = _slots(row, block_size)
         wanted.append(np.arange(at + row.logits_from, end))
     places = np.concatenate(wanted) if wanted else np.zeros(0, np.int64)
-    padding = _round_up(len(places), multiple) - len(places)
+    padding = padded(len(places)) - len(places)
     logits = np.concatenate((places, np.repeat(places[-1:], padding)))
     return PackedBatch(rows, block_size, token_ids, positions, slots, starts, logits, len(places))
 
@@ -78,7 +78,3 @@ def _slots(row: Row, block_size: int) -> Ints:
     table = np.asarray(row.block_table, np.int64)
     slots: Ints = table[positions // block_size] * block_size + positions % block_size
     return slots
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -9,6 +9,7 @@ Block b holds the slots b * block_size to (b + 1) * block_size - 1; block 0 take
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from llm.exceptions import ModelRefused
 from llm.loading import choose_device, choose_dtype, context_length, end_token_ids, load_model
 from llm.messages import ProbeReport, Ready, WorkerSpec
 from llm.probe import probe
-from llm.products import agreeing_tiles, tile_products
+from llm.products import agreeing_tiles, pack_weights, padded, tile_products
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"dense": DenseBackend, "varlen": VarlenBackend}
 
@@ -44,13 +45,14 @@ class ModelRunner:
         self.vocab_size = min(spec.num_tokens, config.vocab_size)
         self.backend: AttentionBackend = DenseBackend()
         self.shapes = self._survey()
+        pack_weights(self.model)
         self._caches: dict[int, LayerCache] = {}
         report("testing the model against its own attention" if spec.probe is None else "allocating the cache")
         self._row_tiles: tuple[int, ...] = ()
         if spec.probe is not None:
             self._tile(spec.probe.row_tiles)
         elif spec.batch_invariant:
-            self._tile(agreeing_tiles(self.model, dtype))
+            self._tile(agreeing_tiles(self.model))
         probed = spec.probe or self._probe()
         self.backend = BACKENDS[probed.attention_backend]()
         num_blocks, cache_bytes = self._cache_size(spec)
@@ -82,7 +84,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
         """The wanted logits of all rows in order: [wanted, vocab_size] float32."""
-        packed = pack(rows, self.backend.block_size, min(self._row_tiles, default=1))
+        packed = pack(rows, self.backend.block_size, partial(padded, tiles=self._row_tiles))
         step = Step(
             torch.from_numpy(packed.slots).to(self.device),
             self._caches,

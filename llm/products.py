@@ -1,68 +1,148 @@
-"""Matrix products whose rows have the same bits in every batch: computed in tiles of a few fixed numbers of rows.
+"""The matrix products of a model: weights packed for the CPU, and rows that have the same bits in every batch.
 
 The libraries choose another kernel, with another order of sums, by the number of rows: a row alone, one of 16 and one of
-64 differ in their last bits. So a product of many rows is cut into tiles of sizes that a probe has found to agree, for
-all shapes of a model, wherever in the tile a row stands (`agreeing_tiles`); and rows are padded to the smallest of them.
+64 can differ in their last bits. So a product of many rows is cut into tiles of sizes that a probe has found to agree, for
+all shapes of a model, wherever in the tile a row stands (`agreeing_tiles`); and few rows are padded to one of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-_SMALLEST = 16  # rows; fewer cost as much: reading the weights is what takes the time
-_LARGER = (32, 64, 128, 256)
+_REFERENCE = 16  # rows: the size that the others must agree with
+_SIZES = (1, 2, 4, 8, _REFERENCE, 32, 64, 128, 256)
 
+Layer = torch.nn.Linear | Conv1D
 Product = Callable[[torch.Tensor], torch.Tensor]
+_mkldnn: Any = torch.ops.mkldnn  # has no types
+
+
+def pack_weights(model: PreTrainedModel) -> None:
+    """Has oneDNN lay out each layer's weights once, where otherwise it does so in every product; what is shared with the
+    embedding is then there twice. Where this torch or CPU can't, nothing happens."""
+    for layer in _layers(model):
+        _pack(layer)
 
 
 def tile_products(model: PreTrainedModel, tiles: Sequence[int]) -> None:
     """Has every product of the model computed in tiles, from now on. Call it once."""
-    for module in _layers(model):
-        module.forward = partial(_in_tiles, module.forward, tuple(sorted(tiles, reverse=True)))  # type: ignore[method-assign]
+    for layer in _layers(model):
+        layer.forward = partial(_in_tiles, layer.forward, tuple(sorted(tiles, reverse=True)))  # type: ignore[method-assign]
+
+
+def padded(count: int, tiles: Sequence[int]) -> int:
+    """The number of rows to compute in place of `count`: few are one tile, since reading the weights is what takes the
+    time, and more are cut into tiles of at least the reference's size. tiles: those that agree; none: nothing to pad for."""
+    if not tiles:
+        return count
+    multiple = next(size for size in sorted(tiles) if size >= min(count, _REFERENCE))
+    return -(-count // multiple) * multiple
 
 
 @torch.inference_mode()
-def agreeing_tiles(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, ...]:
+def agreeing_tiles(model: PreTrainedModel) -> tuple[int, ...]:
     """The numbers of rows, smallest first, at which every product of this model on this machine gives a row the same
     bits; empty where a row's bits depend on its place.
 
     The same as in one thread, where any number does that: then two services with other numbers of threads agree.
     """
     for reference_threads in dict.fromkeys((1, torch.get_num_threads())):
-        tiles = _tiles_that_agree(model, dtype, reference_threads)
+        tiles = _tiles_that_agree(model, reference_threads)
         if tiles:
             return tiles
     return ()
 
 
-def _tiles_that_agree(model: PreTrainedModel, dtype: torch.dtype, reference_threads: int) -> tuple[int, ...]:
-    agreeing = [_SMALLEST, *_LARGER]
+def _pack(layer: Layer) -> None:
+    weight = layer.weight.detach()
+    if not _packs(weight):
+        return
+    packed = _mkldnn._reorder_linear_weight(weight.t().contiguous() if isinstance(layer, Conv1D) else weight, _REFERENCE)
+    layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    layer.forward = partial(_packed_product, packed, layer.bias)  # type: ignore[method-assign]
+
+
+def _packs(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if not hasattr(_mkldnn, "_linear_pointwise"):
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and bool(_mkldnn._is_mkldnn_bf16_supported()))
+
+
+def _packed_product(packed: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = _mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product
+
+
+def _tiles_that_agree(model: PreTrainedModel, reference_threads: int) -> tuple[int, ...]:
+    agreeing = list(_SIZES)
     seen = set()
     for layer in _layers(model):
-        shape = (tuple(layer.weight.shape), layer.bias is None)
-        if shape not in seen:
-            seen.add(shape)
-            agreeing = _agreeing(layer.forward, _inputs(layer, agreeing[-1], dtype), agreeing, reference_threads)
+        kind = (_shape(layer), layer.bias is None)
+        if kind not in seen:
+            seen.add(kind)
+            agreeing = _agreeing(*_cancelling(layer, agreeing[-1]), agreeing, reference_threads)
             if not agreeing:
                 return ()
     return tuple(agreeing)
 
 
+def _shape(layer: Layer) -> tuple[int, int]:
+    """(inputs, outputs)"""
+    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+
+
+def _cancelling(layer: Layer, count: int) -> tuple[Product, torch.Tensor]:
+    """A product as this layer's with other weights, and rows for it, [1, count, inputs]. Every sum is one of p and -p, so
+    what comes out is the rounding of the partial sums alone: another order shows, which the rounding of a usual result to
+    half precision would hide nearly always."""
+    (inputs, outputs), device, dtype = _shape(layer), layer.weight.device, layer.weight.dtype
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(inputs, generator=generator)
+
+    def halves(number: int, sign: int) -> torch.Tensor:
+        half = torch.randn(number, inputs // 2, generator=generator)
+        return torch.cat([half, sign * half, torch.zeros(number, inputs % 2)], dim=1)[:, order]
+
+    weight = halves(outputs, -1)
+    trial = _without_weights(layer)
+    trial.weight = torch.nn.Parameter((weight.t() if isinstance(layer, Conv1D) else weight).contiguous().to(device, dtype))
+    if layer.bias is not None:
+        trial.bias = torch.nn.Parameter(torch.zeros(outputs, device=device, dtype=dtype))
+    _pack(trial)
+    return trial.forward, halves(count, 1)[None].to(device, dtype)
+
+
+def _without_weights(layer: Layer) -> Layer:
+    inputs, outputs = _shape(layer)
+    with torch.device("meta"):
+        if isinstance(layer, Conv1D):
+            conv: Conv1D = Conv1D(outputs, inputs)  # type: ignore[no-untyped-call]
+            return conv
+        return torch.nn.Linear(inputs, outputs, bias=layer.bias is not None)
+
+
 def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int], reference_threads: int) -> list[int]:
-    """rows: [1, largest size, inputs]. Those of the sizes that agree with the smallest in the reference's threads; none
-    where that one doesn't agree with itself."""
-    smallest, threads = sizes[0], torch.get_num_threads()
+    """rows: [1, largest size, inputs]. Those of the sizes that agree with the reference in so many threads; none where
+    that one doesn't agree with itself."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(reference_threads)
-    expected = _in_tiles(product, (smallest,), rows)
+    expected = _in_tiles(product, (_REFERENCE,), rows)
     torch.set_num_threads(threads)
-    moved = _in_tiles(product, (smallest,), rows.roll(1, dims=1)).roll(-1, dims=1)
+    moved = _in_tiles(product, (_REFERENCE,), rows.roll(1, dims=1)).roll(-1, dims=1)
     if not torch.equal(moved, expected):
         return []
-    found = [size for size in sizes if torch.equal(_in_tiles(product, (size,), rows), expected)]
-    return found if smallest in found else []
+    found = [size for size in sizes if _same(product, size, rows[:, : max(size, _REFERENCE)], expected)]
+    return found if _REFERENCE in found else []
+
+
+def _same(product: Product, size: int, rows: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(_in_tiles(product, (size,), rows), expected[:, : rows.shape[1]])
 
 
 def _in_tiles(product: Product, sizes: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
@@ -82,13 +162,7 @@ def _cuts(count: int, sizes: tuple[int, ...]) -> Iterator[int]:
         yield count
 
 
-def _layers(model: PreTrainedModel) -> Iterator[torch.nn.Linear | Conv1D]:
+def _layers(model: PreTrainedModel) -> Iterator[Layer]:
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear | Conv1D):
+        if isinstance(module, Layer):
             yield module
-
-
-def _inputs(layer: torch.nn.Linear | Conv1D, count: int, dtype: torch.dtype) -> torch.Tensor:
-    size = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(1, count, size, generator=generator).to(layer.weight.device, dtype)
