@@ -13,7 +13,7 @@ _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "n
 @pytest.fixture(params=["llama", "gpt2", "phi"])  # without biases, Conv1D, with biases
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **_SMALL))
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(request.param, **_SMALL))  # type: ignore[no-untyped-call]
     assert isinstance(made, PreTrainedModel)
     return made.eval()  # type: ignore[no-untyped-call, no-any-return]
 
