@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from llm import sequence as limits
 from llm.delivery import Completion
 from llm.exceptions import InvalidRequest
-from llm.messages import TokenLogprob
+from llm.messages import LEAST_LOGPROB, TokenLogprob
 from llm.sequence import PARAMETER_NAMES, SamplingParams
 from llm.submission import Generation
 
@@ -20,7 +20,6 @@ MAX_PROMPTS = 4096  # what the setting --max-prompts can reach
 MAX_TOKEN_IDS = 1_048_576
 _INT32 = 2**31 - 1
 _TOKEN_ID = re.compile(r"-?(0|[1-9][0-9]{0,11})")
-_LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON can't say (as vLLM does)
 
 
 def _encodable(text: str) -> str:
@@ -236,5 +235,5 @@ def _prompt_logprobs(completion: Completion) -> list[dict[str, Any] | None]:
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    top = [{"token_id": token, "logprob": max(value, _LEAST_LOGPROB)} for token, value in entry.top]
-    return {"token_id": entry.token_id, "logprob": max(entry.logprob, _LEAST_LOGPROB), "top": top}
+    top = [{"token_id": token, "logprob": max(value, LEAST_LOGPROB)} for token, value in entry.top]
+    return {"token_id": entry.token_id, "logprob": max(entry.logprob, LEAST_LOGPROB), "top": top}

@@ -69,7 +69,6 @@ class Server:
         )
         self._uvicorn = _Uvicorn(config)
         self._services = services
-        self._engine = services.engine
         self._listener = listener
         self._drain_seconds = drain_seconds
         self._say = say
@@ -141,11 +140,12 @@ class Server:
     async def _tell_start(self, started: float) -> None:
         """Each step of the first load with the time since the start, then where the service is. A failed load ends it."""
         await self._uvicorn.listening.wait()
-        loading = asyncio.ensure_future(self._engine.started())
+        engine = self._services.engine
+        loading = asyncio.ensure_future(engine.started())
         told = ""
         try:
             while not loading.done():
-                state = self._engine.state()
+                state = engine.state()
                 if state.status is EngineStatus.LOADING and state.reason != told:
                     told = state.reason
                     self._say(f"[{time.monotonic() - started:5.1f} s] {told}")
@@ -160,7 +160,7 @@ class Server:
         finally:
             loading.cancel()
         if not self._signals:
-            self._say(f"[{time.monotonic() - started:5.1f} s] serving {self._engine.state().model} at {url_of(self._listener)}")
+            self._say(f"[{time.monotonic() - started:5.1f} s] serving {engine.state().model} at {url_of(self._listener)}")
             self._say(_CURL.format(url=url_of(self._listener)))
 
 

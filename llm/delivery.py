@@ -10,11 +10,12 @@ text, and a loop that stands still has one callback waiting, however many steps 
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from llm.exceptions import QuartetError
 from llm.messages import TokenLogprob
-from llm.sequence import FinishReason
+from llm.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,27 @@ class Completion:
     seed: int
     truncated: bool  # the prompt was cut, as asked
     prompt_logprobs: tuple[TokenLogprob, ...] | None
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Sequence,
+        finish: FinishReason,
+        stop_reason: int | str | None,
+        *,
+        truncated: bool,
+        prompt_logprobs: Iterable[TokenLogprob],
+    ) -> "Completion":
+        return cls(
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            prompt_tokens=sequence.num_prompt_tokens,
+            completion_tokens=sequence.num_output_tokens,
+            cached_tokens=sequence.num_cached_tokens or 0,
+            seed=sequence.seed,
+            truncated=truncated,
+            prompt_logprobs=tuple(prompt_logprobs) if sequence.params.prompt_logprobs is not None else None,
+        )
 
 
 @dataclass(slots=True)

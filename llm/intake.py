@@ -6,8 +6,9 @@ import itertools
 import math
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llm.exceptions import CacheTooSmall, ContextLengthExceeded, InvalidRequest, QueueFull
@@ -51,6 +52,17 @@ class AdmissionBound:
                 wait = math.ceil(self._seconds * max(1, self._held - self._concurrency) / self._concurrency)
                 raise QueueFull(count, free, retry_after=min(max(wait, 1), LONGEST_WAIT))
             self._held += count
+
+    @contextmanager
+    def taken(self, count: int) -> Iterator[None]:
+        """Takes all of them or none (QueueFull), for a submission under way: one that fails gives them back."""
+        self.take(count)
+        try:
+            yield
+        # A caller that leaves meanwhile is a CancelledError; whatever it is, it is raised again.
+        except BaseException:
+            self.give_back(count)
+            raise
 
     def give_back(self, count: int, seconds: float | None = None) -> None:
         with self._lock:

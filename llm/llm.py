@@ -105,13 +105,9 @@ class LLMEngine:
         arrival = time.monotonic()
         loaded = self._open()
         count = len(request.prompts) * request.params.n
-        self._bound.take(count)
-        try:
+        with self._bound.taken(count):
             prepared = await self._off_the_loop(lambda: loaded.intake.prepare(request, arrival))
             self._gate.check()
-        except BaseException:
-            self._bound.give_back(count)
-            raise
         loop = asyncio.get_running_loop()
         sinks = [OutputSink(loop) for _ in prepared]
         self._post(lambda: self._take_in(loaded.outputs, prepared, sinks))

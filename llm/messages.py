@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from llm.sequence import SamplingParams
 
+LEAST_LOGPROB = -9999.0  # stands for anything below, minus infinity included: JSON has no infinities
+
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:

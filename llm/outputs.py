@@ -56,6 +56,7 @@ class Outputs:
                 self._keep_prompt_logprobs(entry, row, item.num_tokens)
                 if row.seq_id in tokens:
                     self._deliver(entry, tokens[row.seq_id], row)
+            # Not hidden: the log has the fault, its own caller a 500. Raised here it would end every other sequence, too.
             except Exception:
                 log.exception("a token could not be decoded", extra={"request_id": entry.sequence.request_id})
                 self._fail(entry, SequenceFailed())
@@ -85,17 +86,16 @@ class Outputs:
         delta = Delta(text, [sampled.token_id], [row.logprob] if row.logprob else [])
         self._time_token(entry)
         if finish is not None:
-            delta.completion = _completion(entry, finish, stop_reason)
+            delta.completion = Completion.of(
+                entry.sequence, finish, stop_reason, truncated=entry.truncated, prompt_logprobs=entry.prompt_logprobs
+            )
             self._end(entry, finish.value)
         self._delivery.add(entry.sink, delta)
 
     def _decode(self, entry: _Entry, sampled: Sampled) -> tuple[FinishReason | None, int | str | None, str]:
         """A stop string that this token completes ends the sequence, whatever else would end it here."""
         decoder, finish = entry.decoder, sampled.finish
-        if finish is FinishReason.STOP:
-            text = decoder.push_end_token(sampled.token_id)
-        else:
-            text = decoder.push(sampled.token_id, last=finish is FinishReason.LENGTH)
+        text = decoder.take(sampled.token_id, finish)
         if decoder.stop_match is not None:
             return FinishReason.STOP, decoder.stop_match, text
         return finish, sampled.token_id if sampled.stop_token else None, text
@@ -123,17 +123,3 @@ class Outputs:
         seconds = time.monotonic() - entry.sequence.arrival
         self._bound.give_back(1, seconds)
         self._observer.finished(outcome, seconds)
-
-
-def _completion(entry: _Entry, finish: FinishReason, stop_reason: int | str | None) -> Completion:
-    sequence = entry.sequence
-    return Completion(
-        finish_reason=finish,
-        stop_reason=stop_reason,
-        prompt_tokens=sequence.num_prompt_tokens,
-        completion_tokens=sequence.num_output_tokens,
-        cached_tokens=sequence.num_cached_tokens or 0,
-        seed=sequence.seed,
-        truncated=entry.truncated,
-        prompt_logprobs=tuple(entry.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None,
-    )

@@ -29,17 +29,18 @@ def pack_weights(model: PreTrainedModel) -> None:
 
 
 def tile_products(model: PreTrainedModel, tiles: Sequence[int]) -> None:
-    """Has every product of the model computed in tiles, from now on. Call it once."""
+    """Has every product of the model computed in tiles, smallest first, from now on. Call it once."""
     for layer in _layers(model):
-        layer.forward = partial(_in_tiles, layer.forward, tuple(sorted(tiles, reverse=True)))  # type: ignore[method-assign]
+        layer.forward = partial(_in_tiles, layer.forward, tuple(reversed(tiles)))  # type: ignore[method-assign]
 
 
 def padded(count: int, tiles: Sequence[int]) -> int:
     """The number of rows to compute in place of `count`: few are one tile, since reading the weights is what takes the
-    time, and more are cut into tiles of at least the reference's size. tiles: those that agree; none: nothing to pad for."""
+    time, and more are cut into tiles of at least the reference's size. tiles: those that agree, smallest first; none:
+    nothing to pad for."""
     if not tiles:
         return count
-    multiple = next(size for size in sorted(tiles) if size >= min(count, _REFERENCE))
+    multiple = next(size for size in tiles if size >= min(count, _REFERENCE))
     return -(-count // multiple) * multiple
 
 

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from llm import sampling_filters
 from llm.exceptions import SequenceFailed
-from llm.messages import NewSequence, TokenLogprob
+from llm.messages import LEAST_LOGPROB, NewSequence, TokenLogprob
 from llm.philox import draw
 from llm.sequence import SamplingParams
 
 Row = NDArray[np.float32]  # [vocab], where nothing else is said
 
-LEAST_LOGPROB = -9999.0  # stands for anything below, minus infinity included: JSON has no infinities
 NO_FINITE_LOGITS = "the model gave no finite logits"
 NO_TOKEN_LEFT = "bad_words and min_tokens together left no token to choose"  # noqa: S105
 _LARGEST = float(np.finfo(np.float32).max)

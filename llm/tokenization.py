@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from llm.detokenization import Detokenizer
 from llm.exceptions import InvalidRequest, ModelRefused
-from llm.sequence import SamplingParams
+from llm.sequence import FinishReason, SamplingParams
 from llm.stops import StopMatcher
 from llm.token_bound import token_bound
 
@@ -78,7 +78,7 @@ class Tokenization:
 class IncrementalDecoder:
     """The text of one sequence's output: decoded as tokens come, cut at a stop string.
 
-    The pieces that `push`, `push_end_token` and `finish` return, joined, are decode(prompt + output) beyond
+    The pieces that `take`, `push`, `push_end_token` and `finish` return, joined, are decode(prompt + output) beyond
     decode(prompt) (`llm/detokenization.py` says it exactly), up to the stop. A piece never ends inside a character and
     never holds a part of a stop string; it may be empty. After each call `stop_match` is the stop string that completed
     with it, if any: then generation ends with this token, and the text is complete. Look at it after the last call,
@@ -96,6 +96,12 @@ class IncrementalDecoder:
     @property
     def stop_match(self) -> str | None:
         return self._stops.match
+
+    def take(self, token_id: int, finish: FinishReason | None) -> str:
+        """`push` or `push_end_token`, by how the sequence ends with this token; None: another follows."""
+        if finish is FinishReason.STOP:
+            return self.push_end_token(token_id)
+        return self.push(token_id, last=finish is FinishReason.LENGTH)
 
     def push(self, token_id: int, *, last: bool = False) -> str:
         """The text that may be sent now. `last`: nothing follows (max_tokens is reached), so nothing is held back.

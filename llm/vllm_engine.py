@@ -44,17 +44,13 @@ class VllmEngine:
         self._check_open()
         check_supported(request.params)
         count = len(request.prompts) * request.params.n
-        self._bound.take(count)
-        try:
+        with self._bound.taken(count):
             process = self._running()
             intake = await _started(process, request.params.timeout)
             prepared = await asyncio.to_thread(intake.prepare, request, arrival)
             loop = asyncio.get_running_loop()
             entries = [Entry(one, OutputSink(loop)) for one in prepared]
             process.take_in(entries)
-        except BaseException:
-            self._bound.give_back(count)
-            raise
         outputs = tuple(Output(str(uuid.uuid4()), entry.sink) for entry in entries)
         seq_ids = [one.sequence.seq_id for one in prepared]
         return Submission(outputs, lambda: process.abort(seq_ids))

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -54,7 +54,6 @@ class Entry:
     prepared: Prepared
     sink: OutputSink
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    cached_tokens: int = field(default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +207,7 @@ class VllmProcess:
             return
         try:
             delta = _decode(entry, message)
+        # Not hidden: the log has the fault, its own caller a 500. Raised here it would end every other sequence, too.
         except Exception:
             log.exception("a token of vLLM could not be decoded", extra=_request_id(entry))
             self._fail(entry, SequenceFailed())
@@ -248,16 +248,13 @@ def _decode(entry: Entry, message: VllmTokens) -> Delta:
     """A stop string that completes within the tokens ends the sequence there; what follows it is dropped."""
     sequence, decoder, delta = entry.prepared.sequence, entry.prepared.decoder, Delta()
     entry.prompt_logprobs = entry.prompt_logprobs or message.prompt_logprobs
-    entry.cached_tokens = max(entry.cached_tokens, message.cached_tokens)
+    sequence.num_cached_tokens = max(sequence.num_cached_tokens or 0, message.cached_tokens)
     for i, token in enumerate(message.token_ids):
         finish = message.finish if i + 1 == len(message.token_ids) else None
         sequence.token_ids.append(token)
         delta.token_ids.append(token)
         delta.logprobs += message.logprobs[i : i + 1]
-        if finish is FinishReason.STOP:
-            delta.text += decoder.push_end_token(token)
-        else:
-            delta.text += decoder.push(token, last=finish is FinishReason.LENGTH)
+        delta.text += decoder.take(token, finish)
         if decoder.stop_match is not None:
             delta.completion = _completion(entry, FinishReason.STOP, decoder.stop_match)
             return delta
@@ -268,16 +265,9 @@ def _decode(entry: Entry, message: VllmTokens) -> Delta:
 
 
 def _completion(entry: Entry, finish: FinishReason, stop_reason: int | str | None) -> Completion:
-    sequence = entry.prepared.sequence
-    return Completion(
-        finish_reason=finish,
-        stop_reason=stop_reason,
-        prompt_tokens=sequence.num_prompt_tokens,
-        completion_tokens=sequence.num_output_tokens,
-        cached_tokens=entry.cached_tokens,
-        seed=sequence.seed,
-        truncated=entry.prepared.truncated,
-        prompt_logprobs=entry.prompt_logprobs if sequence.params.prompt_logprobs is not None else None,
+    prepared = entry.prepared
+    return Completion.of(
+        prepared.sequence, finish, stop_reason, truncated=prepared.truncated, prompt_logprobs=entry.prompt_logprobs
     )
 
 

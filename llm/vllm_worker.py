@@ -16,11 +16,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from llm.channel import ChannelError, Receiver, Sender
-from llm.messages import LoadFailed, ProbeReport, Ready, TokenLogprob
+from llm.messages import LEAST_LOGPROB, LoadFailed, ProbeReport, Ready, TokenLogprob
 from llm.sequence import FinishReason
 from llm.vllm_messages import VllmAbort, VllmFailed, VllmRequest, VllmSpec, VllmTokens
 
-LEAST_LOGPROB = -9999.0  # as in llm/sampler.py, which imports torch
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 

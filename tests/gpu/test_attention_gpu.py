@@ -12,7 +12,7 @@ import torch
 from llm.batch import Row
 from llm.model_runner import ModelRunner
 from llm.probe import plain_logits
-from tests.integration.conftest import TinyModel, default_model, tiny_model  # noqa: F401 - fixtures
+from tests.integration.conftest import TinyModel
 from tests.integration.driver import blocks_for, generate, runner, scattered
 
 _HALF_TOLERANCE = 0.06  # of the norm of the logits, as in llm/probe.py
@@ -43,28 +43,28 @@ def check(model: ModelRunner, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("name", _FLASH)
-def test_flash_attention_agrees_with_the_model(name: str, tiny_model: TinyModel) -> None:  # noqa: F811
+def test_flash_attention_agrees_with_the_model(name: str, tiny_model: TinyModel) -> None:
     model = runner(tiny_model(name), "bfloat16", device="cuda")
     assert model.ready.probe.attention_backend == "varlen"
     check(model, _HALF_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", _DENSE)
-def test_a_layer_that_flash_attention_lacks_goes_to_plain_torch(name: str, tiny_model: TinyModel) -> None:  # noqa: F811
+def test_a_layer_that_flash_attention_lacks_goes_to_plain_torch(name: str, tiny_model: TinyModel) -> None:
     model = runner(tiny_model(name), "bfloat16", device="cuda")
     assert model.ready.probe.attention_backend == "dense"
     check(model, _HALF_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [*_FLASH, *_DENSE])
-def test_plain_torch_in_float32_agrees_with_the_model(name: str, tiny_model: TinyModel) -> None:  # noqa: F811
+def test_plain_torch_in_float32_agrees_with_the_model(name: str, tiny_model: TinyModel) -> None:
     model = runner(tiny_model(name), "float32", device="cuda")
     assert model.ready.probe.attention_backend == "dense"
     check(model, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_alone_and_in_a_crowd(dtype: str, default_model: Path) -> None:  # noqa: F811
+def test_bits_alone_and_in_a_crowd(dtype: str, default_model: Path) -> None:
     """Where `/version` says batch_invariant."""
     model = runner(default_model, dtype, device="cuda")
     if not model.ready.probe.batch_invariant:

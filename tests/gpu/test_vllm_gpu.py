@@ -15,13 +15,12 @@ from llm.config import VllmConfig
 from llm.sequence import FinishReason, SamplingParams
 from llm.submission import Generation, GenerationRequest
 from llm.vllm_engine import VllmEngine
-from tests.integration.conftest import default_model  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(default_model: Path) -> AsyncIterator[VllmEngine]:  # noqa: F811
+async def engine(default_model: Path) -> AsyncIterator[VllmEngine]:
     if not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None:
         pytest.skip("there is no CUDA device, or no vLLM")
     config = VllmConfig(

@@ -1,6 +1,7 @@
 """Packing lays the rows end to end, writes each token to its own slot, and pads where nobody reads."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,12 +9,11 @@ import pytest
 from llm.batch import Row, block_tables, pack
 
 
-def exact(count: int) -> int:
-    return count
+def multiple_of(size: int) -> Callable[[int], int]:
+    return lambda count: -(-count // size) * size
 
 
-def by_eight(count: int) -> int:
-    return -(-count // 8) * 8
+exact, by_eight = multiple_of(1), multiple_of(8)
 
 
 def test_rows_stand_end_to_end_with_their_positions_and_slots() -> None:
@@ -88,7 +88,7 @@ def test_any_batch_holds_every_token_once() -> None:
             table = [free.pop() for _ in range(-(-(start + length) // 4))]
             rows.append(Row([rng.randrange(1, 99) for _ in range(length)], start, table, rng.randrange(length + 1)))
         multiple = rng.choice((1, 8, 16))
-        packed = pack(rows, 4, lambda count, multiple=multiple: -(-count // multiple) * multiple)  # type: ignore[misc]
+        packed = pack(rows, 4, multiple_of(multiple))
         wanted: list[int] = []
         for row, begin, end in zip(rows, packed.starts[:-1], packed.starts[1:], strict=True):
             assert packed.token_ids[begin:end].tolist() == list(row.token_ids)
