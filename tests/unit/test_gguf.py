@@ -123,7 +123,7 @@ class TestConfigAndTokenizer:
         assert tokenizer.decode([3, 5, 1, 4, 4, 0]) == "ab a11"
 
     def test_the_default_model(self) -> None:
-        gguf = Gguf(_embedded())
+        gguf = Gguf(_embedded()[0])
         shapes = {name: weight.shape for name, weight in gguf.weights()}
         assert len(shapes) == len(gguf) == 272
         assert shapes["model.embed_tokens.weight"] == (49152, 576)
