@@ -88,7 +88,7 @@ async def submit(engine: LLMEngine, i: int) -> Submission:
 
 async def run(chosen: Sequence[str], repeats: int, queued: int) -> dict[int, list[list[Step]]]:
     """Steps by how many waited, a list for each repeat."""
-    size = ["--max-num-seqs", str(SEQUENCES), "--max-queue", str(queued + 1)]
+    size = ["--max-num-seqs", str(SEQUENCES), "--max-queue", str(queued + SEQUENCES)]
     recorder = Recorder()
     engine = LLMEngine(
         settings.parse([*size, *chosen]).engine(),

@@ -21,6 +21,7 @@ class ProbeReport:
 
     attention_backend: str
     row_tiles: tuple[int, ...]  # matrix products are cut into these numbers of rows; empty: as they come
+    thread_counts: tuple[int, ...]  # of threads that a step may use, the largest first
     batch_invariant: bool  # rows were bit-equal alone and in a crowd
     difference: float  # norm of the logits' difference from the model's plain forward, over their norm
     tolerance: float

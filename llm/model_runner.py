@@ -23,7 +23,8 @@ from llm.exceptions import ModelRefused
 from llm.loading import choose_device, choose_dtype, context_length, end_token_ids, load_model
 from llm.messages import ProbeReport, Ready, WorkerSpec
 from llm.probe import probe
-from llm.products import agreeing_tiles, pack_weights, padded, tile_products
+from llm.products import agreement, pack_weights, padded, tile_products
+from llm.step_threads import thread_counts
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"dense": DenseBackend, "varlen": VarlenBackend}
 
@@ -49,10 +50,13 @@ class ModelRunner:
         self._caches: dict[int, LayerCache] = {}
         report("testing the model against its own attention" if spec.probe is None else "allocating the cache")
         self._row_tiles: tuple[int, ...] = ()
+        self._thread_counts = thread_counts(spec.threads) if self.device.type == "cpu" else (spec.threads,)
         if spec.probe is not None:
-            self._tile(spec.probe.row_tiles)
+            self._row_tiles, self._thread_counts = spec.probe.row_tiles, spec.probe.thread_counts
         elif spec.batch_invariant:
-            self._tile(agreeing_tiles(self.model))
+            self._row_tiles, self._thread_counts = agreement(self.model, self._thread_counts)
+        if self._row_tiles:
+            tile_products(self.model, self._row_tiles)
         probed = spec.probe or self._probe()
         self.backend = BACKENDS[probed.attention_backend]()
         num_blocks, cache_bytes = self._cache_size(spec)
@@ -122,17 +126,12 @@ class ModelRunner:
             )
         return survey.shapes
 
-    def _tile(self, row_tiles: tuple[int, ...]) -> None:
-        self._row_tiles = row_tiles
-        if row_tiles:
-            tile_products(self.model, row_tiles)
-
     def _probe(self) -> ProbeReport:
         names = ["varlen", "dense"] if VarlenBackend.usable(self.device, self.dtype) else ["dense"]
         for name in names:
             self.backend = BACKENDS[name]()
             try:
-                found = probe(self, name, self._row_tiles)
+                found = probe(self, name, self._row_tiles, self._thread_counts)
             except ValueError as error:
                 refusal = f"{type(self.model).__name__} can't run with a paged cache: {error}"
                 continue

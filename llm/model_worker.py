@@ -30,6 +30,7 @@ from llm.messages import (
 )
 from llm.model_runner import ModelRunner
 from llm.sampler import Drawn, Sampler
+from llm.step_threads import StepThreads
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class ModelWorker:
         self._runner = runner
         self._sampler = Sampler(ready.vocab_size, ready.eos_token_ids, torch.device(ready.device))
         self._known: dict[int, _Known] = {}
+        self._threads = StepThreads(ready.probe.thread_counts, torch.set_num_threads)
 
     def step(self, request: StepRequest) -> StepResult:
         began = time.perf_counter()
@@ -60,8 +62,9 @@ class ModelWorker:
             self._known[new.seq_id] = _Known(new, list(new.token_ids), new.num_computed_tokens, list(new.block_table))
             self._sampler.add(new)
         rows = [self._row(item) for item in request.scheduled]
-        logits = self._runner.forward(rows)
-        results = self._results(request.scheduled, rows, logits)
+        with self._threads.step():
+            logits = self._runner.forward(rows)
+            results = self._results(request.scheduled, rows, logits)
         return StepResult(request.generation, request.step, results, time.perf_counter() - began)
 
     def request_ids(self, request: StepRequest) -> list[str]:

@@ -41,7 +41,7 @@ class _Backend(Protocol):
 
 
 @torch.inference_mode()
-def probe(runner: Runner, name: str, row_tiles: tuple[int, ...]) -> ProbeReport:
+def probe(runner: Runner, name: str, row_tiles: tuple[int, ...], thread_counts: tuple[int, ...]) -> ProbeReport:
     """Two random prompts, packed and in chunks over scattered blocks, against the model alone."""
     lengths = [min(length, runner.max_model_len) for length in _LENGTHS]
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +58,9 @@ def probe(runner: Runner, name: str, row_tiles: tuple[int, ...]) -> ProbeReport:
         torch.equal(runner.forward([Row(prompt, 0, table, 0)]), logits)
         for prompt, table, logits in zip(prompts, tables, packed, strict=True)
     )
-    return ProbeReport(name, row_tiles, same, difference if math.isfinite(difference) else math.inf, _TOLERANCE[runner.dtype])
+    return ProbeReport(
+        name, row_tiles, thread_counts, same, difference if math.isfinite(difference) else math.inf, _TOLERANCE[runner.dtype]
+    )
 
 
 def _in_chunks(runner: Runner, prompts: list[list[int]], tables: list[list[int]]) -> list[torch.Tensor]:

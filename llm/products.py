@@ -2,7 +2,7 @@
 
 The libraries choose another kernel, with another order of sums, by the number of rows: a row alone, one of 16 and one of
 64 can differ in their last bits. So a product of many rows is cut into tiles of sizes that a probe has found to agree, for
-all shapes of a model, wherever in the tile a row stands (`agreeing_tiles`); and few rows are padded to one of them.
+all shapes of a model, wherever in the tile a row stands (`agreement`); and few rows are padded to one of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,17 +45,18 @@ def padded(count: int, tiles: Sequence[int]) -> int:
 
 
 @torch.inference_mode()
-def agreeing_tiles(model: PreTrainedModel) -> tuple[int, ...]:
-    """The numbers of rows, smallest first, at which every product of this model on this machine gives a row the same
-    bits; empty where a row's bits depend on its place.
+def agreement(model: PreTrainedModel, thread_counts: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of rows, smallest first, and of threads, the largest first, at all of which every product of this model
+    on this machine gives a row the same bits; no rows where they depend on a row's place.
 
-    The same as in one thread, where any number does that: then two services with other numbers of threads agree.
+    thread_counts: to choose from, the largest first. Where the bits depend on them, only the largest is left.
     """
-    for reference_threads in dict.fromkeys((1, torch.get_num_threads())):
-        tiles = _tiles_that_agree(model, reference_threads)
+    for counts in dict.fromkeys((tuple(thread_counts), (thread_counts[0],))):
+        tiles = _tiles_that_agree(model, counts)
+        torch.set_num_threads(thread_counts[0])
         if tiles:
-            return tiles
-    return ()
+            return tiles, counts
+    return (), (thread_counts[0],)
 
 
 def _pack(layer: Layer) -> None:
@@ -80,14 +81,14 @@ def _packed_product(packed: torch.Tensor, bias: torch.Tensor | None, rows: torch
     return product
 
 
-def _tiles_that_agree(model: PreTrainedModel, reference_threads: int) -> tuple[int, ...]:
+def _tiles_that_agree(model: PreTrainedModel, counts: Sequence[int]) -> tuple[int, ...]:
     agreeing = list(_SIZES)
     seen = set()
     for layer in _layers(model):
         kind = (_shape(layer), layer.bias is None)
         if kind not in seen:
             seen.add(kind)
-            agreeing = _agreeing(*_cancelling(layer, agreeing[-1]), agreeing, reference_threads)
+            agreeing = _agreeing(*_cancelling(layer, agreeing[-1]), agreeing, counts)
             if not agreeing:
                 return ()
     return tuple(agreeing)
@@ -128,18 +129,19 @@ def _without_weights(layer: Layer) -> Layer:
         return torch.nn.Linear(inputs, outputs, bias=layer.bias is not None)
 
 
-def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int], reference_threads: int) -> list[int]:
-    """rows: [1, largest size, inputs]. Those of the sizes that agree with the reference in so many threads; none where
-    that one doesn't agree with itself."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(reference_threads)
+def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int], counts: Sequence[int]) -> list[int]:
+    """rows: [1, largest size, inputs]. Those of the sizes that agree with the reference at every number of threads; none
+    where that one doesn't agree with itself."""
+    torch.set_num_threads(counts[-1])
     expected = _in_tiles(product, (_REFERENCE,), rows)
-    torch.set_num_threads(threads)
-    moved = _in_tiles(product, (_REFERENCE,), rows.roll(1, dims=1)).roll(-1, dims=1)
-    if not torch.equal(moved, expected):
-        return []
-    found = [size for size in sizes if _same(product, size, rows[:, : max(size, _REFERENCE)], expected)]
-    return found if _REFERENCE in found else []
+    first = slice(2 * _REFERENCE)
+    for count in counts:
+        torch.set_num_threads(count)
+        moved = _in_tiles(product, (_REFERENCE,), rows[:, first].roll(1, dims=1)).roll(-1, dims=1)
+        if not torch.equal(moved, expected[:, first]):
+            return []
+        sizes = [size for size in sizes if _same(product, size, rows[:, : max(size, _REFERENCE)], expected)]
+    return sizes if _REFERENCE in sizes else []
 
 
 def _same(product: Product, size: int, rows: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -107,7 +107,7 @@ def _load(spec: VllmSpec, started: float) -> tuple[Any, Ready]:
         device="cpu" if spec.on_cpu else "cuda",
         threads=0,
         architecture=model.hf_config.architectures[0],
-        probe=ProbeReport(f"vLLM {__version__}", (), False, float("nan"), float("nan")),  # it isn't probed
+        probe=ProbeReport(f"vLLM {__version__}", (), (), False, float("nan"), float("nan")),  # it isn't probed
         torch_version="",
         transformers_version="",
         seconds=time.monotonic() - started,

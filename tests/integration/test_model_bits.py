@@ -67,13 +67,15 @@ def test_bits(name: str, dtype: str, tiny_model: TinyModel, default_model: Path)
         assert torch.equal(in_a_crowd(model, tokens, blocks, free, rng, start=start), expected[start:]), "in a crowd"
     other = [*blocks[: _HIT // 16], *free[: len(blocks) - _HIT // 16]]
     assert torch.equal(model.forward([Row(tokens[_HIT:], _HIT, other, 0)]), expected[_HIT:]), "after a prefix hit"
-    two_threads = runner(Path(model.model.config._name_or_path), dtype, threads=2)
-    assert torch.get_num_threads() == 2
-    pair = whole(two_threads, tokens, blocks)
-    single = two_threads.forward([Row(tokens[-1:], _LENGTH - 1, blocks, 0)])
-    torch.set_num_threads(1)
-    assert torch.equal(pair, expected), "with two threads"
-    assert torch.equal(single, expected[-1:]), "with two threads, a token alone"
+    several = runner(Path(model.model.config._name_or_path), dtype, threads=4)
+    assert several.ready.probe.thread_counts == (4, 2, 1)
+    for count in several.ready.probe.thread_counts:
+        torch.set_num_threads(count)
+        found = whole(several, tokens, blocks)
+        single = several.forward([Row(tokens[-1:], _LENGTH - 1, blocks, 0)])
+        torch.set_num_threads(1)
+        assert torch.equal(found, expected), f"with {count} threads"
+        assert torch.equal(single, expected[-1:]), f"with {count} threads, a token alone"
 
 
 def test_a_step_that_wants_no_logits_computes_the_cache(tiny_model: TinyModel) -> None:

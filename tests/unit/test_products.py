@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llm.products import agreeing_tiles, pack_weights, padded, tile_products
+from llm.products import agreement, pack_weights, padded, tile_products
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
 
@@ -39,7 +39,7 @@ def test_packed_weights_give_the_layers_own_product(model: PreTrainedModel) -> N
 
 def test_cut_into_tiles_a_row_has_the_bits_that_it_has_alone(model: PreTrainedModel) -> None:
     pack_weights(model)
-    tiles = agreeing_tiles(model)
+    tiles, _ = agreement(model, (2, 1))
     assert tiles
     assert 16 in tiles
     tile_products(model, tiles)
