@@ -6,6 +6,7 @@ The cache, per layer:    keys   [kv heads, (1 + num_blocks) * block_size, key si
 Block b holds the slots b * block_size to (b + 1) * block_size - 1; block 0 takes what padding writes.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from llm import step_threads
 from llm.attention.base import AttentionBackend, LayerCache, LayerShape, Step, Survey
 from llm.attention.dense import DenseBackend
 from llm.attention.varlen import VarlenBackend
@@ -23,8 +25,9 @@ from llm.exceptions import ModelRefused
 from llm.loading import choose_device, choose_dtype, context_length, end_token_ids, load_model
 from llm.messages import ProbeReport, Ready, WorkerSpec
 from llm.probe import probe
-from llm.products import agreement, pack_weights, padded, tile_products
-from llm.step_threads import thread_counts
+from llm.products import TILES, agreement, pack_weights, padded, tile_products
+
+log = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"dense": DenseBackend, "varlen": VarlenBackend}
 
@@ -50,14 +53,9 @@ class ModelRunner:
         self._caches: dict[int, LayerCache] = {}
         report("testing the model against its own attention" if spec.probe is None else "allocating the cache")
         self._row_tiles: tuple[int, ...] = ()
-        self._thread_counts = thread_counts(spec.threads) if self.device.type == "cpu" else (spec.threads,)
         if spec.probe is not None:
-            self._row_tiles, self._thread_counts = spec.probe.row_tiles, spec.probe.thread_counts
-        elif spec.batch_invariant:
-            self._row_tiles, self._thread_counts = agreement(self.model, self._thread_counts)
-        if self._row_tiles:
-            tile_products(self.model, self._row_tiles)
-        probed = spec.probe or self._probe()
+            self._tile(spec.probe.row_tiles)
+        probed = spec.probe or self._probe(spec)
         self.backend = BACKENDS[probed.attention_backend]()
         num_blocks, cache_bytes = self._cache_size(spec)
         self.allocate(num_blocks)
@@ -126,21 +124,32 @@ class ModelRunner:
             )
         return survey.shapes
 
-    def _probe(self) -> ProbeReport:
+    def _tile(self, row_tiles: tuple[int, ...]) -> None:
+        self._row_tiles = row_tiles
+        if row_tiles:
+            tile_products(self.model, row_tiles)
+
+    def _probe(self, spec: WorkerSpec) -> ProbeReport:
+        on_cpu = self.device.type == "cpu"
+        thread_counts = step_threads.thread_counts(spec.threads) if on_cpu else (spec.threads,)
+        agreed: tuple[int, ...] = ()
+        if spec.batch_invariant:
+            agreed, thread_counts = agreement(self.model, thread_counts)
+        self._tile(agreed or (TILES if on_cpu else ()))
         names = ["varlen", "dense"] if VarlenBackend.usable(self.device, self.dtype) else ["dense"]
         for name in names:
             self.backend = BACKENDS[name]()
             try:
-                found = probe(self, name, self._row_tiles, self._thread_counts)
+                found = probe(self, name, self._row_tiles, thread_counts, invariant=bool(agreed))
+                if found.difference <= found.tolerance:
+                    return found
+                refusal = (
+                    f"{type(self.model).__name__} gives other logits with a paged cache than by itself: the relative "
+                    f"difference is {found.difference:.2g}, and {found.tolerance:.2g} is allowed"
+                )
             except ValueError as error:
                 refusal = f"{type(self.model).__name__} can't run with a paged cache: {error}"
-                continue
-            if found.difference <= found.tolerance:
-                return found
-            refusal = (
-                f"{type(self.model).__name__} gives other logits with a paged cache than by itself: the relative "
-                f"difference is {found.difference:.2g}, and {found.tolerance:.2g} is allowed"
-            )
+            log.info("attention by the backend %s is not possible: %s", name, refusal)
         raise ModelRefused(refusal)
 
     def _cache_size(self, spec: WorkerSpec) -> tuple[int, int]:

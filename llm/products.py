@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 _REFERENCE = 16  # rows: the size that the others must agree with
-_SIZES = (1, 2, 4, 8, _REFERENCE, 32, 64, 128, 256)
+# Few sizes are good for speed, too: a library makes a kernel for each number of rows that it meets.
+TILES = (1, 2, 4, 8, _REFERENCE, 32, 64, 128, 256)
 
 Layer = torch.nn.Linear | Conv1D
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -82,7 +83,7 @@ def _packed_product(packed: torch.Tensor, bias: torch.Tensor | None, rows: torch
 
 
 def _tiles_that_agree(model: PreTrainedModel, counts: Sequence[int]) -> tuple[int, ...]:
-    agreeing = list(_SIZES)
+    agreeing = list(TILES)
     seen = set()
     for layer in _layers(model):
         kind = (_shape(layer), layer.bias is None)

@@ -1,5 +1,6 @@
 """A token's logits have the same bits alone and in a crowd, in one piece and in chunks, first time and after a prefix hit."""
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from llm.batch import Row
 from llm.model_runner import ModelRunner
 from tests.integration.conftest import TinyModel
-from tests.integration.driver import blocks_for, runner
+from tests.integration.driver import blocks_for, runner, spec
 
 _MODELS = ("llama", "gemma3", "default")
 _LENGTH = 140  # tokens of the sequence that is looked at: two tiles of keys
@@ -76,6 +77,16 @@ def test_bits(name: str, dtype: str, tiny_model: TinyModel, default_model: Path)
         torch.set_num_threads(1)
         assert torch.equal(found, expected), f"with {count} threads"
         assert torch.equal(single, expected[-1:]), f"with {count} threads, a token alone"
+
+
+def test_where_it_is_not_asked_for_it_is_not_promised_and_the_answer_is_the_same_but_for_rounding(
+    tiny_model: TinyModel,
+) -> None:
+    asked = runner(tiny_model("llama"))
+    free = ModelRunner(dataclasses.replace(spec(tiny_model("llama")), batch_invariant=False), lambda _: None)
+    assert (asked.ready.probe.batch_invariant, free.ready.probe.batch_invariant) == (True, False)
+    tokens = list(range(3, 40))
+    torch.testing.assert_close(whole(free, tokens, [1, 2, 3]), whole(asked, tokens, [1, 2, 3]), rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_that_wants_no_logits_computes_the_cache(tiny_model: TinyModel) -> None:
