@@ -109,7 +109,7 @@ class Settings(BaseSettings):
     tokenizer_threads: int | None = _setting(
         None, "Threads that tokenize", unit="threads", shown="the CPU quota, at most 4", ge=1, le=64
     )
-    batch_invariant: bool = _setting(True, "Bit-equal answers whatever else is in the batch; off is faster")
+    batch_invariant: bool = _setting(True, "Bit-equal answers whatever else is in the batch; off is faster on some CPUs")
     step_timeout: float = _setting(60.0, "A step that takes longer counts as a dead worker", unit="seconds", gt=0, le=86400)
     load_timeout: float = _setting(600.0, "A load that takes longer has failed", unit="seconds", gt=0, le=86400)
     max_restarts: int = _setting(

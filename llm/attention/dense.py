@@ -8,7 +8,7 @@ The keys of a sequence are summed in tiles of KEY_TILE positions, counted from i
 So the bits of a token depend on its own sequence only: not on the batch, the chunk it came in, or how many tiles others
 need. A product of few rows goes other ways in the libraries than one of many, so query rows are padded to a multiple.
 
-Rows with one token are computed together, grouped by their number of tiles (a power of two); longer ones one by one.
+Rows with one token are computed together, grouped by their number of tiles; longer ones one by one.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class DenseBackend:
         groups: list[_Group] = []
         for i, row in enumerate(packed.rows):
             if len(row.token_ids) == 1:
-                single.setdefault(_power_of_two(-(-row.end // KEY_TILE)), []).append(i)
+                single.setdefault(-(-row.end // KEY_TILE), []).append(i)
             else:
                 groups += self._chunks(row, int(packed.starts[i]), device)
         for num_tiles, members in single.items():
@@ -190,10 +190,6 @@ def _sum_tiles(parts: torch.Tensor) -> torch.Tensor:
     for i in range(1, parts.shape[2]):
         total = total + parts[:, :, i]
     return total
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _round_up(count: int, multiple: int) -> int:

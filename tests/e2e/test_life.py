@@ -218,3 +218,14 @@ def test_a_stream_says_what_the_batch_says(server: Server) -> None:
             assert "\ufffd" not in piece or "\ufffd" in whole
     with server.stream("a", max_tokens=3) as events:
         assert joined(events) == server.text("a", max_tokens=3)
+
+
+def test_the_api_process_stays_small_and_loads_no_tensor_library(server: Server) -> None:
+    with server.stream("A stream", max_tokens=20) as events:
+        assert joined(events)
+    assert server.post("/tokenize", {"prompt": "some words"}).status_code == 200
+    process = psutil.Process(server.process.pid)
+    mapped = {Path(region.path).name.split(".")[0] for region in process.memory_maps()}
+    assert "tokenizers" in mapped
+    assert not mapped & {"libtorch", "libtorch_cpu", "libtorch_python", "_multiarray_umath"}
+    assert process.memory_info().rss < 200e6
