@@ -5,6 +5,8 @@ what it says about the layer as keywords. A keyword that we don't know, and that
 one (sinks, a bias, a mask) would serve that family silently wrong.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,12 +47,18 @@ class LayerCache:
     def zeros(cls, shape: LayerShape, slots: int, dtype: torch.dtype, device: torch.device) -> "LayerCache":
         heads = shape.num_kv_heads
         if shape.key_size == shape.value_size:
-            joined = torch.zeros(2 * heads, slots, shape.key_size, dtype=dtype, device=device)
+            joined = _zeros((2 * heads, slots, shape.key_size), dtype, device)
             return cls(joined[:heads], joined[heads:], joined)
-        keys, values = (
-            torch.zeros(heads, slots, size, dtype=dtype, device=device) for size in (shape.key_size, shape.value_size)
-        )
+        keys, values = (_zeros((heads, slots, size), dtype, device) for size in (shape.key_size, shape.value_size))
         return cls(keys, values, None)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the system provides the memory page by page as it is written; torch itself would write all of it at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
