@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 _REFERENCE = 16  # rows: the size that the others must agree with
 # Few sizes are good for speed, too: a library makes a kernel for each number of rows that it meets.
 TILES = (1, 2, 4, 8, _REFERENCE, 32, 64, 128, 256)
+_DISTINCT = 4096  # outputs of a product that is tried; more of them repeat these
 
 Layer = torch.nn.Linear | Conv1D
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -112,7 +113,8 @@ def _cancelling(layer: Layer, count: int) -> tuple[Product, torch.Tensor]:
         half = torch.randn(number, inputs // 2, generator=generator)
         return torch.cat([half, sign * half, torch.zeros(number, inputs % 2)], dim=1)[:, order]
 
-    weight = halves(outputs, -1)
+    some = halves(min(outputs, _DISTINCT), -1)
+    weight = some.repeat(-(-outputs // len(some)), 1)[:outputs]
     trial = _without_weights(layer)
     trial.weight = torch.nn.Parameter((weight.t() if isinstance(layer, Conv1D) else weight).contiguous().to(device, dtype))
     if layer.bias is not None:
@@ -141,12 +143,8 @@ def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int], counts: Se
         moved = _in_tiles(product, (_REFERENCE,), rows[:, first].roll(1, dims=1)).roll(-1, dims=1)
         if not torch.equal(moved, expected[:, first]):
             return []
-        sizes = [size for size in sizes if _same(product, size, rows[:, : max(size, _REFERENCE)], expected)]
+        sizes = [size for size in sizes if torch.equal(product(rows[:, :size]), expected[:, :size])]
     return sizes if _REFERENCE in sizes else []
-
-
-def _same(product: Product, size: int, rows: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(_in_tiles(product, (size,), rows), expected[:, : rows.shape[1]])
 
 
 def _in_tiles(product: Product, sizes: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
