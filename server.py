@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +23,7 @@ logger = logging.getLogger("quartet.server")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LAST_WORDS_SECONDS = 1  # for answers that are still being written when the service ends at once
+_END_SECONDS = 1.7  # then the process ends, whatever thread of it is in the middle of something
 _POLL_SECONDS = 0.05
 _KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs: who closes first must not be us
 
@@ -113,6 +116,7 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._second_signal.wait(), max(_LAST_WORDS_SECONDS, deadline - time.monotonic()))
         logger.warning("ending now: requests that still run get an error")
+        _end_within(_END_SECONDS)
         self._closing = asyncio.ensure_future(self._services.close())
         await asyncio.sleep(_LAST_WORDS_SECONDS)
         await self._cut_off()
@@ -162,6 +166,14 @@ class Server:
         if not self._signals:
             self._say(f"[{time.monotonic() - started:5.1f} s] serving {engine.state().model} at {url_of(self._listener)}")
             self._say(_CURL.format(url=url_of(self._listener)))
+
+
+def _end_within(seconds: float) -> None:
+    """A long text that is being tokenized would be waited for, by the event loop and by the interpreter. Our other processes
+    end with this one by themselves."""
+    timer = threading.Timer(seconds, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
 
 
 _CURL = (

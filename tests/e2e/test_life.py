@@ -114,6 +114,23 @@ def test_the_graces_end_or_a_second_sigterm_ends_at_once(tiny: Path, tmp_path: P
         assert time.monotonic() - began < 2 + grace
 
 
+def test_a_text_that_is_being_tokenized_holds_nobody_up_who_ends_at_once(tiny: Path, tmp_path: Path) -> None:
+    with serving(tiny, tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        family = server.family()
+        busy = psutil.Process(server.process.pid)
+        before = busy.cpu_times().user
+        asked = pool.submit(server.post, "/tokenize", {"prompt": "a b " * 7_000_000})
+        server.wait(lambda: busy.cpu_times().user > before + 1.5, 30)
+        for _ in range(2):
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert server.process.wait(5) == 0
+        assert time.monotonic() - began < 2
+        assert gone(family, 1)
+        assert asked.exception() is not None, "it was over before"
+
+
 def test_sigterm_when_idle_and_when_loading(tiny: Path, tmp_path: Path) -> None:
     for wait in (True, False):
         with serving(tiny, tmp_path, wait=wait) as server:
