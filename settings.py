@@ -81,7 +81,7 @@ class Settings(BaseSettings):
         30.0, "Time that running requests have to finish after SIGTERM", unit="seconds", ge=0, le=86400
     )
     model: str | None = _setting(
-        None, "Model to serve: a folder, a GGUF file, or a name in the model cache", shown="the embedded SmolLM2"
+        None, "Model to serve: a folder, a GGUF file, or a name on the hub", shown="the embedded SmolLM2"
     )
     model_cache: Path = _setting(Path("model_cache"), "Folder of prepared models")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting("auto", "Number format of weights and cache")
