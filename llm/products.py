@@ -137,14 +137,17 @@ def _agreeing(product: Product, rows: torch.Tensor, sizes: list[int], counts: Se
     where that one doesn't agree with itself."""
     torch.set_num_threads(counts[-1])
     expected = _in_tiles(product, (_REFERENCE,), rows)
-    first = slice(2 * _REFERENCE)
     for count in counts:
         torch.set_num_threads(count)
-        moved = _in_tiles(product, (_REFERENCE,), rows[:, first].roll(1, dims=1)).roll(-1, dims=1)
-        if not torch.equal(moved, expected[:, first]):
+        moved = _in_tiles(product, (_REFERENCE,), rows.roll(1, dims=1)).roll(-1, dims=1)
+        if not torch.equal(moved, expected):
             return []
-        sizes = [size for size in sizes if torch.equal(product(rows[:, :size]), expected[:, :size])]
+        sizes = [size for size in sizes if _same(product, size, rows[:, : max(size, _REFERENCE)], expected)]
     return sizes if _REFERENCE in sizes else []
+
+
+def _same(product: Product, size: int, rows: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(_in_tiles(product, (size,), rows), expected[:, : rows.shape[1]])
 
 
 def _in_tiles(product: Product, sizes: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
