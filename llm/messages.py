@@ -17,7 +17,8 @@ LEAST_LOGPROB = -9999.0  # stands for anything below, minus infinity included: J
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What the first load measured on this machine; a restarted worker gets it and measures nothing again."""
+    """What the first load measured on this machine. A restarted worker gets it and measures nothing again; the next start
+    finds it in the model cache."""
 
     attention_backend: str
     row_tiles: tuple[int, ...]  # matrix products are cut into these numbers of rows; empty: as they come
@@ -42,6 +43,7 @@ class WorkerSpec:
     kv_cache_limit: int
     batch_invariant: bool
     probe: ProbeReport | None  # None: first load, measure
+    probe_records: str | None  # a folder for what is measured; None: it isn't kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from llm.exceptions import ModelRefused
 from llm.loading import choose_device, choose_dtype, context_length, end_token_ids, load_model
 from llm.messages import ProbeReport, Ready, WorkerSpec
 from llm.probe import probe
+from llm.probe_records import probe_record
 from llm.products import TILES, agreement, pack_weights, padded, tile_products
 
 log = logging.getLogger(__name__)
@@ -51,11 +52,9 @@ class ModelRunner:
         self.shapes = self._survey()
         pack_weights(self.model)
         self._caches: dict[int, LayerCache] = {}
-        report("testing the model against its own attention" if spec.probe is None else "allocating the cache")
         self._row_tiles: tuple[int, ...] = ()
-        if spec.probe is not None:
-            self._tile(spec.probe.row_tiles)
-        probed = spec.probe or self._probe(spec)
+        probed = self._probed(spec, report)
+        report("allocating the cache")
         self.backend = BACKENDS[probed.attention_backend]()
         num_blocks, cache_bytes = self._cache_size(spec)
         self.allocate(num_blocks)
@@ -128,6 +127,19 @@ class ModelRunner:
         self._row_tiles = row_tiles
         if row_tiles:
             tile_products(self.model, row_tiles)
+
+    def _probed(self, spec: WorkerSpec, report: Callable[[str], None]) -> ProbeReport:
+        """By the worker before this one, by an earlier start, or now."""
+        record = spec.probe_records and probe_record(Path(spec.probe_records), spec, self.dtype, self.device)
+        known = spec.probe or (record and record.find())
+        if known:
+            self._tile(known.row_tiles)
+            return known
+        report("testing the model against its own attention")
+        found = self._probe(spec)
+        if record:
+            record.keep(found)
+        return found
 
     def _probe(self, spec: WorkerSpec) -> ProbeReport:
         on_cpu = self.device.type == "cpu"

@@ -12,6 +12,7 @@ from llm.model_executor import ModelExecutor
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 2.0  # seconds between two attempts
+_PROBE_RECORDS = "probed"  # a folder in the model cache
 
 
 class WorkerSupervisor:
@@ -94,6 +95,7 @@ class WorkerSupervisor:
             kv_cache_limit=config.kv_cache_limit,
             batch_invariant=config.batch_invariant,
             probe=known.probe if known else None,
+            probe_records=str((config.model_cache / _PROBE_RECORDS).resolve()),
         )
 
 

@@ -30,6 +30,7 @@ def spec(folder: Path, dtype: str = "float32", threads: int = 1, device: str = "
         kv_cache_limit=64 << 20,
         batch_invariant=True,
         probe=None,
+        probe_records=None,
     )
 
 
