@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llm.light_imports import light_imports
+
 _REFERENCE = 16  # rows: the size that the others must agree with
 # Few sizes are good for speed, too: a library makes a kernel for each number of rows that it meets.
 TILES = (1, 2, 4, 8, _REFERENCE, 32, 64, 128, 256)
@@ -125,7 +127,7 @@ def _cancelling(layer: Layer, count: int) -> tuple[Product, torch.Tensor]:
 
 def _without_weights(layer: Layer) -> Layer:
     inputs, outputs = _shape(layer)
-    with torch.device("meta"):
+    with light_imports(), torch.device("meta"):
         if isinstance(layer, Conv1D):
             conv: Conv1D = Conv1D(outputs, inputs)  # type: ignore[no-untyped-call]
             return conv
