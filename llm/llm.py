@@ -208,13 +208,13 @@ class LLMEngine:
         began = time.monotonic()
         batch = loaded.workload.get_next_batch(began)
         try:
-            result = self._supervised().executor.execute(batch)
+            # The last step's tokens go out while the worker computes: their readers would delay what it waits for.
+            result = self._supervised().executor.execute(batch, sent=self._delivery.post)
         except WorkerDied as death:
             self._recover(loaded, batch, death)
             return
         sampled = loaded.workload.update(batch, result)
         loaded.outputs.take(batch, result, sampled)
-        self._delivery.post()
         self._supervised().progress_made()
         self._gate.resume()
         self._observe(loaded, batch, time.monotonic() - began, result.seconds)
@@ -222,6 +222,7 @@ class LLMEngine:
     def _idle(self, loaded: _Loaded) -> None:
         """Waits for a request, for the end, or for the worker's death; nothing wakes it in between."""
         executor = self._supervised().executor
+        self._delivery.post()
         self._observe_gauges(loaded)
         readable = wait_readable((self._arrived.fileno(), self._stop.fileno(), executor.death_fd), math.inf)
         if self._stop.fileno() in readable:
@@ -244,7 +245,6 @@ class LLMEngine:
     def _expire(self, loaded: _Loaded) -> None:
         for sequence in loaded.workload.expire(time.monotonic()):
             loaded.outputs.fail(sequence, DeadlineExceeded(sequence.params.timeout or 0))
-        self._delivery.post()
 
     def _give_up(self, error: QuartetError) -> None:
         """Everybody who waits is told why. What comes in later is told the same (`_post`)."""

@@ -164,8 +164,9 @@ class ModelExecutor:
                 case _:
                     raise WorkerDied(f"the worker said {type(message).__name__} while loading")
 
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        """One step, blocking. Raises WorkerDied where the worker ended, failed, or took longer than a step may; Stopped."""
+    def execute(self, batch: ScheduledBatch, sent: Callable[[], None]) -> StepResult:
+        """One step, blocking; `sent` is called when the worker has it. Raises WorkerDied where the worker ended, failed, or
+        took longer than a step may; Stopped."""
         self._step += 1
         request = StepRequest(
             self._generation,
@@ -181,6 +182,7 @@ class ModelExecutor:
             self._running_worker().sender.send(request, self._step_timeout)
         except ChannelError as error:
             raise WorkerDied(f"the worker takes no step: {error}") from error
+        sent()
         result = self._receive(self._step_timeout, f"step {self._step}")
         if isinstance(result, WorkerFailure):
             raise WorkerDied(f"the step failed: {result.text}")

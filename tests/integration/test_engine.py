@@ -52,7 +52,7 @@ def no_logs() -> None:
 def config(folder: Path, **changes: object) -> EngineConfig:
     values: dict[str, object] = {
         "model": str(folder),
-        "model_cache": folder,
+        "model_cache": folder.parent,
         "dtype": "float32",
         "device": "cpu",
         "threads": 2,
