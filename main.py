@@ -36,7 +36,7 @@ def _serve(chosen: "Settings", started: float) -> int:
     import logs  # noqa: PLC0415
     from app import create_app  # noqa: PLC0415
     from containers import build  # noqa: PLC0415
-    from server import Server, listen  # noqa: PLC0415
+    from server import Server, end_process_soon, listen  # noqa: PLC0415
 
     log = chosen.log()
     logs.configure(log.level, log.format, "api")
@@ -54,6 +54,7 @@ def _serve(chosen: "Settings", started: float) -> int:
             drain_seconds=chosen.drain_seconds,
             max_connections=chosen.max_connections,
             say=logs.announcer(log.format),
+            hurry=end_process_soon,
         )
         return asyncio.run(server.run(started))
 

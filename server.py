@@ -59,7 +59,9 @@ class Server:
         drain_seconds: float,
         max_connections: int,
         say: Callable[[str], None],
+        hurry: Callable[[], None],
     ) -> None:
+        """hurry: called when nothing is waited for any more; the process should end soon, whatever it is at."""
         config = uvicorn.Config(
             app,
             http=partial(Connection, most=max_connections),  # type: ignore[arg-type]
@@ -75,6 +77,7 @@ class Server:
         self._listener = listener
         self._drain_seconds = drain_seconds
         self._say = say
+        self._hurry = hurry
         self._signals = 0
         self._first_signal = asyncio.Event()
         self._second_signal = asyncio.Event()
@@ -116,7 +119,7 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._second_signal.wait(), max(_LAST_WORDS_SECONDS, deadline - time.monotonic()))
         logger.warning("ending now: requests that still run get an error")
-        _end_within(_END_SECONDS)
+        self._hurry()
         self._closing = asyncio.ensure_future(self._services.close())
         await asyncio.sleep(_LAST_WORDS_SECONDS)
         await self._cut_off()
@@ -168,10 +171,10 @@ class Server:
             self._say(_CURL.format(url=url_of(self._listener)))
 
 
-def _end_within(seconds: float) -> None:
+def end_process_soon() -> None:
     """A long text that is being tokenized would be waited for, by the event loop and by the interpreter. Our other processes
     end with this one by themselves."""
-    timer = threading.Timer(seconds, os._exit, (0,))
+    timer = threading.Timer(_END_SECONDS, os._exit, (0,))
     timer.daemon = True
     timer.start()
 

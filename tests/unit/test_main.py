@@ -70,7 +70,9 @@ async def serving(app: FastAPI, drain_seconds: float = 30.0) -> AsyncIterator[Ru
     """The real server on a free port in this very process: its signal handlers are there until it has ended."""
     listener = listen("127.0.0.1", 0)
     told = Told()
-    server = Server(app, app.state.services, listener, drain_seconds=drain_seconds, max_connections=4, say=told.say)
+    server = Server(
+        app, app.state.services, listener, drain_seconds=drain_seconds, max_connections=4, say=told.say, hurry=lambda: None
+    )
     running = Running(url_of(listener), asyncio.create_task(server.run(time.monotonic())), told)
     try:
         yield running
