@@ -130,14 +130,17 @@ class ModelRunner:
 
     def _probed(self, spec: WorkerSpec, report: Callable[[str], None]) -> ProbeReport:
         """By the worker before this one, by an earlier start, or now."""
-        record = spec.probe_records and probe_record(Path(spec.probe_records), spec, self.dtype, self.device)
-        known = spec.probe or (record and record.find())
-        if known:
+        record = None
+        known = spec.probe
+        if known is None and spec.probe_records is not None:
+            record = probe_record(Path(spec.probe_records), spec, self.dtype, self.device)
+            known = record.find()
+        if known is not None:
             self._tile(known.row_tiles)
             return known
         report("testing the model against its own attention")
         found = self._probe(spec)
-        if record:
+        if record is not None:
             record.keep(found)
         return found
 
