@@ -9,6 +9,7 @@ from typing import Protocol
 
 import logs
 from llm.engine_state import EngineState
+from llm.forkserver import Forkserver
 from llm.llm import LLMEngine
 from llm.submission import GenerationRequest, Submission
 from llm.vllm_engine import VllmEngine
@@ -49,6 +50,7 @@ class Services:
     metrics: ServiceMetrics
     engine: Engine
     vllm: Generator
+    forkserver: Forkserver
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -64,11 +66,15 @@ class Services:
 
     async def close(self) -> None:
         await asyncio.gather(self.engine.close(), self.vllm.close())
+        await asyncio.to_thread(self.forkserver.close)
 
 
 def build(settings: Settings) -> Services:
     metrics = ServiceMetrics()
     log = settings.log()
-    engine = LLMEngine(settings.engine(), metrics, set_up_logging=partial(logs.configure, log.level, log.format, "worker"))
+    forkserver = Forkserver()
+    engine = LLMEngine(
+        settings.engine(), metrics, forkserver, set_up_logging=partial(logs.configure, log.level, log.format, "worker")
+    )
     vllm = VllmEngine(settings.vllm(), lambda: engine.state().folder)
-    return Services(http=settings.http(), metrics=metrics, engine=engine, vllm=vllm)
+    return Services(http=settings.http(), metrics=metrics, engine=engine, vllm=vllm, forkserver=forkserver)

@@ -33,6 +33,7 @@ STATUSES: Mapping[type[domain.QuartetError], int] = {
     domain.Draining: 503,
     domain.EngineDead: 503,
     domain.VllmUnavailable: 503,
+    domain.ModelUnavailable: 503,
     domain.SequenceFailed: INTERNAL,
     domain.ModelRefused: INTERNAL,
     domain.WorkerDied: INTERNAL,

@@ -19,6 +19,7 @@ from functools import partial
 
 import logs
 import settings
+from llm.forkserver import Forkserver
 from llm.llm import LLMEngine
 from llm.observer import NullObserver
 from llm.sequence import SamplingParams
@@ -89,10 +90,11 @@ async def submit(engine: LLMEngine, i: int) -> Submission:
 async def run(chosen: Sequence[str], repeats: int, queued: int) -> dict[int, list[list[Step]]]:
     """Steps by how many waited, a list for each repeat."""
     size = ["--max-num-seqs", str(SEQUENCES), "--max-queue", str(queued + SEQUENCES)]
-    recorder = Recorder()
+    recorder, forkserver = Recorder(), Forkserver()
     engine = LLMEngine(
         settings.parse([*size, *chosen]).engine(),
         recorder,
+        forkserver,
         set_up_logging=partial(logs.configure, "warning", "text", "worker"),
     )
     engine.start()
@@ -106,6 +108,7 @@ async def run(chosen: Sequence[str], repeats: int, queued: int) -> dict[int, lis
         return measured
     finally:
         await engine.close()
+        forkserver.close()
 
 
 def median(repeats: list[list[Step]], what: Callable[[Step], float]) -> float:

@@ -14,6 +14,7 @@ QuartetError
       +-- Draining                the service is shutting down
       +-- EngineDead              the worker could not be brought back
       +-- VllmUnavailable         no GPU, or vLLM is not installed
+      +-- ModelUnavailable        a model of the catalogue can't be loaded now; says why
       +-- SequenceFailed          this one request made the engine fail
       +-- ModelRefused            the model can't be served rightly; says why
       +-- WorkerDied              the worker process ended or hung (never reaches a caller)
@@ -128,6 +129,14 @@ class VllmUnavailable(ServerError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"vLLM can't serve here: {reason}")
+
+
+class ModelUnavailable(ServerError):
+    code = "model_unavailable"
+
+    def __init__(self, model: str, reason: str, retry_after: int | None = None) -> None:
+        super().__init__(f"{model} is not available: {reason}", param="model_id", retry_after=retry_after)
+        self.reason = reason
 
 
 class SequenceFailed(ServerError):

@@ -28,6 +28,7 @@ from llm.config import EngineConfig
 from llm.delivery import Delivery, OutputSink
 from llm.engine_state import EngineState, Gate
 from llm.exceptions import DeadlineExceeded, Draining, EngineDead, QuartetError, SequenceFailed, WorkerDied
+from llm.forkserver import Forkserver
 from llm.intake import AdmissionBound, Intake, Prepared
 from llm.messages import Ready
 from llm.model_executor import MODEL_WORKER
@@ -64,12 +65,14 @@ class LLMEngine:
         self,
         config: EngineConfig,
         observer: Observer,
+        forkserver: Forkserver,
         *,
         set_up_logging: Callable[[], None],
         worker_entry: str = MODEL_WORKER,
     ) -> None:
         self._config = config
         self._observer = observer
+        self._forkserver = forkserver
         self._gate = Gate()
         self._stop, self._arrived = Wakeup(), Wakeup()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -179,13 +182,19 @@ class LLMEngine:
             self._give_up(EngineDead(f"{type(error).__name__} in the engine"))
         finally:
             if self._supervisor is not None:
-                self._supervisor.executor.close()
+                self._supervisor.executor.end()
 
     def _load(self) -> _Loaded:
         """The checkpoint is prepared while the forkserver imports; then the first worker loads it."""
         config = self._config
+        self._forkserver.begin()
         self._supervisor = WorkerSupervisor(
-            config, stop=self._stop, report=self._report, set_up_logging=self._set_up_logging, entry=self._worker_entry
+            config,
+            self._forkserver,
+            stop=self._stop,
+            report=self._report,
+            set_up_logging=self._set_up_logging,
+            entry=self._worker_entry,
         )
         folder = prepare_model(config.model, config.model_cache, self._report, self._stop)
         self._folder = str(folder)

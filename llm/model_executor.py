@@ -1,29 +1,20 @@
-"""The worker process, seen from the engine: started from the forkserver, given steps, watched, ended, started again.
+"""The model's worker, seen from the engine: given steps, watched, ended, started again.
 
     engine thread                                   worker
     execute(batch) -- StepRequest, task pipe    ->  forward, sample
                    <- StepResult, result pipe   --
-    waits on the result pipe, the worker's pidfd and the engine's stop, all at once: a death is noticed when it happens
 
-Both pipes are made anew with each worker, and the parent closes the child's ends: nothing of a dead worker is met again.
+A step that raises, hangs or takes its process with it is WorkerDied; what to do about that is the engine's to say.
 """
 
-import atexit
-import contextlib
 import dataclasses
-import logging
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from llm.channel import ChannelError, ChannelTimeout, Receiver, Sender, Stopped, Wakeup, Woken, wait_readable
+from llm.channel import Wakeup
 from llm.exceptions import ModelRefused, WorkerDied
+from llm.forkserver import Forkserver
 from llm.messages import (
     LoadFailed,
     NewSequence,
@@ -35,73 +26,10 @@ from llm.messages import (
     WorkerFailure,
     WorkerSpec,
 )
-from llm.worker_entry import PARENT_PID, begin_worker
+from llm.worker_process import WorkerProcess
 from llm.workload_manager import ScheduledBatch, ScheduledSequence
 
-log = logging.getLogger(__name__)
-
 MODEL_WORKER = "llm.model_worker:run_worker"
-_PRELOAD = ["llm.forkserver_guard", "llm.preload"]
-_END_SECONDS = 1.0  # for a killed process to be gone
-_KILL_SECONDS = 0.05  # between two attempts on a forkserver that is just being started
-
-
-def _start_forkserver() -> None:
-    """Starts the process that imports torch and the model classes, and returns at once. Does nothing where it runs.
-
-    It is killed when the thread that started it ends (`llm/forkserver_guard.py`).
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
-    os.environ[PARENT_PID] = str(os.getpid())
-    forkserver.ensure_running()
-
-
-def _kill_forkserver() -> None:
-    """One that is still importing wouldn't see that it isn't wanted any more."""
-    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-class _Worker:
-    """One process with its two pipes. Its death is seen through `death_fd`."""
-
-    def __init__(self, process: ForkServerProcess, sender: Sender, receiver: Receiver) -> None:
-        assert process.pid is not None  # noqa: S101 - it was started
-        self.pid = process.pid
-        self.sender, self.receiver = sender, receiver
-        self._process = process
-        try:
-            # The forkserver's word on its children ends with the forkserver; the kernel's doesn't.
-            self._pidfd: int | None = os.pidfd_open(self.pid)
-        except (OSError, AttributeError):
-            self._pidfd = None
-        # multiprocessing joins its children at exit, and this one ignores the signal that it sends them before.
-        atexit.register(self.kill)
-
-    @property
-    def death_fd(self) -> int:
-        return self._process.sentinel if self._pidfd is None else self._pidfd
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self._pidfd is None:
-                os.kill(self.pid, signal.SIGKILL)
-            else:
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kills it and waits until it is gone; its handles are closed."""
-        atexit.unregister(self.kill)
-        self.kill()
-        wait_readable((self.death_fd,), _END_SECONDS)
-        self._process.join(_END_SECONDS)
-        self._process.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-        self.sender.close()
-        self.receiver.close()
 
 
 class ModelExecutor:
@@ -112,6 +40,7 @@ class ModelExecutor:
 
     def __init__(
         self,
+        forkserver: Forkserver,
         *,
         stop: Wakeup,
         step_timeout: float,
@@ -120,6 +49,7 @@ class ModelExecutor:
         set_up_logging: Callable[[], None],
         entry: str = MODEL_WORKER,
     ) -> None:
+        self._forkserver = forkserver
         self._stop = stop
         self._step_timeout = step_timeout
         self._load_timeout = load_timeout
@@ -128,10 +58,7 @@ class ModelExecutor:
         self._entry = entry
         self._generation = 0
         self._step = 0
-        self._worker: _Worker | None = None
-        # One thread for the executor's whole life: the forkserver lives no longer than the thread that starts it.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="worker-start")
-        self._starter.submit(_start_forkserver)
+        self._worker: WorkerProcess | None = None
 
     @property
     def worker_pid(self) -> int | None:
@@ -149,10 +76,17 @@ class ModelExecutor:
         """
         self.end()
         self._generation += 1
-        deadline = time.monotonic() + self._load_timeout
-        self._worker = self._fork(dataclasses.replace(spec, generation=self._generation), deadline)
+        began = time.monotonic()
+        self._worker = WorkerProcess.start(
+            self._forkserver,
+            self._entry,
+            self._set_up_logging,
+            dataclasses.replace(spec, generation=self._generation),
+            stop=self._stop,
+            timeout=self._load_timeout,
+        )
         while True:
-            message = self._receive(deadline - time.monotonic(), "loading the model")
+            message = self._receive("loading the model", self._load_timeout, began)
             match message:
                 case Progress(text=text):
                     self._report(text)
@@ -178,12 +112,9 @@ class ModelExecutor:
             ),
             batch.forget,
         )
-        try:
-            self._running_worker().sender.send(request, self._step_timeout)
-        except ChannelError as error:
-            raise WorkerDied(f"the worker takes no step: {error}") from error
+        self._running_worker().send(request, self._step_timeout)
         sent()
-        result = self._receive(self._step_timeout, f"step {self._step}")
+        result = self._receive(f"step {self._step}", self._step_timeout, time.monotonic())
         if isinstance(result, WorkerFailure):
             raise WorkerDied(f"the step failed: {result.text}")
         if not isinstance(result, StepResult) or result.step != self._step:
@@ -196,70 +127,17 @@ class ModelExecutor:
         if worker is not None:
             worker.end()
 
-    def close(self) -> None:
-        """Ends the worker and the forkserver."""
-        self.end()
-        _kill_forkserver()
-        self._starter.shutdown()
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-    def _running_worker(self) -> _Worker:
+    def _running_worker(self) -> WorkerProcess:
         if self._worker is None:
             raise WorkerDied("no worker runs")
         return self._worker
 
-    def _fork(self, spec: WorkerSpec, deadline: float) -> _Worker:
-        """The forkserver answers when its imports are done, so this is done from a thread that can be left waiting."""
-        context = multiprocessing.get_context("forkserver")
-        task_reader, task_writer = context.Pipe(duplex=False)
-        result_reader, result_writer = context.Pipe(duplex=False)
-        arguments = (self._entry, self._set_up_logging, spec, task_reader, result_writer)
-        process = context.Process(target=begin_worker, args=arguments, name="model-worker", daemon=True)
-        ended = Wakeup()
-        start = self._starter.submit(_start, process)
-        start.add_done_callback(lambda _: ended.set())
-        readable = wait_readable((ended.fileno(), self._stop.fileno()), deadline - time.monotonic())
-        while not wait_readable((ended.fileno(),), 0 if ended.fileno() in readable else _KILL_SECONDS):
-            _kill_forkserver()
-        ended.close()
-        task_reader.close()
-        result_writer.close()
-        error = start.result()
-        if error is None:
-            return _Worker(process, Sender(task_writer), Receiver(result_reader))
-        task_writer.close()
-        result_reader.close()
-        if self._stop.fileno() in readable:
-            raise Stopped
-        raise WorkerDied(f"the worker could not be started: {error}")
-
-    def _receive(self, timeout: float, what: str) -> Any:
+    def _receive(self, what: str, limit: float, since: float) -> Any:
         """The next message of this generation."""
-        worker = self._running_worker()
-        deadline = time.monotonic() + timeout
         while True:
-            try:
-                message = worker.receiver.receive(deadline - time.monotonic(), (self._stop.fileno(), worker.death_fd))
-            except Woken as woken:
-                if woken.fd == self._stop.fileno():
-                    raise Stopped from None
-                raise WorkerDied(f"the worker died during {what}") from None
-            except ChannelTimeout:
-                raise WorkerDied(f"{what} took longer than {timeout:g} s") from None
-            except ChannelError as error:
-                raise WorkerDied(f"the worker died during {what}") from error
+            message = self._running_worker().receive(what, limit, since)
             if message.generation == self._generation:
                 return message
-
-
-def _start(process: ForkServerProcess) -> OSError | EOFError | None:
-    """Returns when the forkserver has forked, or the error where it is gone."""
-    try:
-        _start_forkserver()
-        process.start()
-    except (OSError, EOFError) as error:
-        return error
-    return None
 
 
 def _new_sequence(item: ScheduledSequence) -> NewSequence:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from llm.channel import Stopped, Wakeup, wait_readable
 from llm.config import EngineConfig
 from llm.exceptions import EngineDead, ModelRefused, WorkerDied
+from llm.forkserver import Forkserver
 from llm.messages import Ready, WorkerSpec
 from llm.model_executor import ModelExecutor
 
@@ -21,6 +22,7 @@ class WorkerSupervisor:
     def __init__(
         self,
         config: EngineConfig,
+        forkserver: Forkserver,
         *,
         stop: Wakeup,
         report: Callable[[str], None],
@@ -33,6 +35,7 @@ class WorkerSupervisor:
         self._fruitless = 0  # deaths since the last completed step that no single sequence is to blame for
         self.restarts = 0
         self.executor = ModelExecutor(
+            forkserver,
             stop=stop,
             step_timeout=config.step_timeout,
             load_timeout=config.load_timeout,

@@ -6,9 +6,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from llm.exceptions import (
     QueueFull,
     SequenceFailed,
 )
+from llm.forkserver import Forkserver
 from llm.llm import LLMEngine
 from llm.model_executor import MODEL_WORKER
 from llm.observer import NullObserver
@@ -78,12 +78,22 @@ class Preemptions(NullObserver):
         self.count += 1
 
 
+FORKSERVER = Forkserver()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    """Engines share it, as in the service."""
+    yield
+    FORKSERVER.close()
+
+
 @asynccontextmanager
 async def running(
     folder: Path, observer: NullObserver | None = None, *, entry: str = MODEL_WORKER, **changes: object
 ) -> AsyncIterator[LLMEngine]:
     observer = observer or NullObserver()
-    engine = LLMEngine(config(folder, **changes), observer, set_up_logging=no_logs, worker_entry=entry)
+    engine = LLMEngine(config(folder, **changes), observer, FORKSERVER, set_up_logging=no_logs, worker_entry=entry)
     engine.start()
     try:
         await engine.started()
@@ -216,7 +226,7 @@ async def test_forkserver_and_worker_are_killed(engine: LLMEngine, undisturbed: 
     requests = asyncio.gather(*(answer(engine, prompt, params) for prompt, params in REQUESTS))
     pid = engine.state().worker_pid
     assert pid is not None
-    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    FORKSERVER.kill()
     os.kill(pid, signal.SIGKILL)
     assert same(await requests, undisturbed)
     assert same(await together(engine, REQUESTS[:2]), undisturbed[:2])
@@ -341,21 +351,24 @@ async def test_closing_ends_what_runs_with_its_reason(folder: Path) -> None:
             await request
 
 
-async def test_closing_while_loading_leaves_no_process(folder: Path) -> None:
-    engine = LLMEngine(config(folder), NullObserver(), set_up_logging=no_logs)
+async def test_closing_while_the_forkserver_imports_leaves_no_process(folder: Path) -> None:
+    FORKSERVER.kill()
+    forkserver = Forkserver()
+    engine = LLMEngine(config(folder), NullObserver(), forkserver, set_up_logging=no_logs)
     engine.start()
     with pytest.raises(Loading):
         await submit(engine, "x", GREEDY)
     await asyncio.sleep(0.5)
     began = time.monotonic()
     await engine.close()
+    forkserver.close()
     assert time.monotonic() - began < 2
     with pytest.raises(Draining):
         await engine.started()
 
 
 async def test_a_model_that_is_refused_ends_the_start_with_the_reason(tiny_model: TinyModel) -> None:
-    engine = LLMEngine(config(tiny_model("bloom")), NullObserver(), set_up_logging=no_logs)
+    engine = LLMEngine(config(tiny_model("bloom")), NullObserver(), FORKSERVER, set_up_logging=no_logs)
     engine.start()
     with pytest.raises(ModelRefused):
         await engine.started()

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from app import create_app
 from containers import Services
 from llm.exceptions import VllmUnavailable
+from llm.forkserver import Forkserver
 from metrics import ServiceMetrics
 from settings import HttpConfig
 from tests.unit.engine_for_tests import ScriptedEngine
@@ -42,7 +43,7 @@ def vllm() -> ScriptedEngine:
 
 @pytest.fixture
 def services(engine: ScriptedEngine, vllm: ScriptedEngine, http: HttpConfig) -> Services:
-    return Services(http=http, metrics=ServiceMetrics(), engine=engine, vllm=vllm)
+    return Services(http=http, metrics=ServiceMetrics(), engine=engine, vllm=vllm, forkserver=Forkserver())
 
 
 @pytest.fixture
