@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llm.model_manager import prepare
+from tests.integration.engines import FORKSERVER
 from tests.integration.tiny_models import causal_lm
 
 TinyModel = Callable[[str], Path]
@@ -37,3 +38,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     return prepare(None, Path(__file__).parents[2] / "model_cache", lambda _: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkserver_ends() -> Iterator[None]:
+    """Engines share it, as in the service."""
+    yield
+    FORKSERVER.close()

@@ -71,14 +71,28 @@ def check(folder: Path, prompts: list[list[int]], new_tokens: int, batches: tupl
             assert ours == pytest.approx(logprobs, abs=1e-4)
 
 
+def prompts_of(vocabulary: range) -> list[list[int]]:
+    rng = random.Random(0)  # noqa: S311
+    return [[rng.choice(vocabulary) for _ in range(length)] for length in _LENGTHS]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_tiny_models_give_the_tokens_of_transformers(name: str, tiny_model: TinyModel) -> None:
-    rng = random.Random(0)  # noqa: S311
-    prompts = [[rng.randrange(3, 320) for _ in range(length)] for length in _LENGTHS]
-    check(tiny_model(name), prompts, 64, (4, 16))
+    check(tiny_model(name), prompts_of(range(3, 320)), 64, (4, 16))
 
 
 def test_the_default_model_gives_the_tokens_of_transformers(default_model: Path) -> None:
-    rng = random.Random(0)  # noqa: S311
-    prompts = [[rng.randrange(100, 49000) for _ in range(length)] for length in (5, 40, 150)]
-    check(default_model, prompts, 32, (3,))
+    prompts = prompts_of(range(100, 49000))
+    check(default_model, [prompts[i] for i in (4, 13, 19)], 32, (3,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tiny_models_give_them_one_at_a_time(name: str, tiny_model: TinyModel) -> None:
+    check(tiny_model(name), prompts_of(range(3, 320)), 64, (1,))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_default_model_gives_them_for_all_prompts_and_batches(default_model: Path) -> None:
+    check(default_model, prompts_of(range(100, 49000)), 64, (1, 4, 16))
