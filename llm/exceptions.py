@@ -75,8 +75,8 @@ class CacheTooSmall(ContextLengthExceeded):
 class ModelNotFound(ClientError):
     code = "model_not_found"
 
-    def __init__(self, model: str, known: Many[str]) -> None:
-        super().__init__(f"there is no model {model!r} here; there is: {', '.join(known)}", param="model")
+    def __init__(self, model: str, known: Many[str], *, param: str = "model") -> None:
+        super().__init__(f"there is no model {model!r} here; there is: {', '.join(known) or 'none'}", param=param)
 
 
 class DeadlineExceeded(ClientError):

@@ -27,6 +27,7 @@ ROWS: dict[type[domain.QuartetError], tuple[domain.QuartetError, int, str]] = {
     domain.Draining: (domain.Draining(), 503, "draining"),
     domain.EngineDead: (domain.EngineDead("it died too often"), 503, "engine_dead"),
     domain.VllmUnavailable: (domain.VllmUnavailable("no GPU"), 503, "vllm_unavailable"),
+    domain.ModelUnavailable: (domain.ModelUnavailable("spam", "it broke", retry_after=2), 503, "model_unavailable"),
     domain.SequenceFailed: (domain.SequenceFailed(), 500, "internal_error"),
     domain.ModelRefused: (domain.ModelRefused("secret"), 500, "internal_error"),
     domain.WorkerDied: (domain.WorkerDied("secret"), 500, "internal_error"),
