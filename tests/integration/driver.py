@@ -27,7 +27,7 @@ def spec(folder: Path, dtype: str = "float32", threads: int = 1, device: str = "
         max_num_batched_tokens=1024,
         max_model_len=None,
         kv_cache_bytes=None,
-        kv_cache_limit=64 << 20,
+        kv_cache_limit=256 << 20,
         batch_invariant=True,
         probe=None,
         probe_records=None,
