@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 _TEXT = ["The quick brown fox jumps over the lazy dog. 0123456789 émigré 日本語 🙂\n"] * 8
 _VOCABULARY = 320  # 256 bytes, 3 specials, 61 merges
@@ -89,4 +89,27 @@ def causal_lm(name: str, folder: Path, seed: int = 0) -> Path:
     config = AutoConfig.for_model(options.pop("model_type"), initializer_range=0.2, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
     tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def text_classifier(folder: Path, labels: tuple[str, ...] = ("HAM", "SPAM"), seed: int = 0) -> Path:
+    """A float32 BERT of 512 positions, whose answers differ from text to text."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "bert",
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        vocab_size=_VOCABULARY,
+        pad_token_id=0,
+        initializer_range=0.5,
+        id2label=dict(enumerate(labels)),
+        label2id={label: i for i, label in enumerate(labels)},
+    )
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    framed = tokenizer()
+    framed.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)])
+    framed.save(str(folder / "tokenizer.json"))
     return folder
