@@ -2,7 +2,7 @@
 reports back what became of them.
 
     unloaded --Load--> loading --loaded--> ready --Unload--> unloading --unloaded--> unloaded
-                          | failed                                     (a process that died is unloaded at once)
+                          | failed               died (without Unload)
                           v
                        failed: until its cool-down is over, requests are refused
 
@@ -74,6 +74,7 @@ class Model:
 
     name: str
     estimate: int
+    title: str = ""  # for people; absent: its name
     pinned: bool = False
     ttl: float = math.inf  # seconds without a request
     state: ModelState = ModelState.UNLOADED
@@ -134,7 +135,7 @@ class Residency:
     def add(self, model: Model) -> None:
         """Another one of the same name keeps its residency: what is new about it holds from its next load on."""
         known = self.models.setdefault(model.name, model)
-        known.pinned, known.ttl, known.remove = model.pinned, model.ttl, False
+        known.pinned, known.ttl, known.title, known.remove = model.pinned, model.ttl, model.title, False
         if not known.resident:
             known.estimate = model.estimate
 
@@ -142,7 +143,7 @@ class Residency:
         """Its requests that wait are refused; it is unloaded as soon as nobody uses it."""
         model = self.models[name]
         model.remove = model.unload_asked = True
-        error = ModelUnavailable(name, "it is no longer in the catalogue")
+        error = ModelUnavailable(model.title or name, "it is no longer in the catalogue")
         commands: list[Command] = [Refuse(ticket, error) for ticket in self._take_waiting(name)]
         return commands + self._gone(model, now)
 
@@ -203,8 +204,13 @@ class Residency:
         refused: list[Command] = [Refuse(ticket, self._failure(model, now)) for ticket in self._take_waiting(name)]
         return refused + self._gone(model, now)
 
+    def died(self, name: str, now: float) -> list[Command]:
+        """It ended without being told to: nobody gets it any more, and `unloaded` follows when what is left of it has gone."""
+        self.models[name].state = ModelState.UNLOADING
+        return self._plan(now)
+
     def unloaded(self, name: str, now: float) -> list[Command]:
-        """Its process has ended, told to or not. Who was using it still releases it."""
+        """What it took is free again. Who was using it when it died still releases it."""
         model = self.models[name]
         model.state, model.charge = ModelState.UNLOADED, 0
         model.unload_asked = False
@@ -324,9 +330,9 @@ class Residency:
             sentence = (
                 f"it needs {_mib(model.estimate)}, and the memory budget has {_mib(max(free, 0))} beside what always stays"
             )
-            return ModelUnavailable(model.name, sentence)
+            return ModelUnavailable(model.title or model.name, sentence)
         if self.limits.max_models is not None and len(pinned) >= self.limits.max_models:
-            return ModelUnavailable(model.name, f"{len(pinned)} pinned models take all places of --max-models")
+            return ModelUnavailable(model.title or model.name, f"{len(pinned)} pinned models take all places of --max-models")
         return None
 
     def _can_make_room(self, missing: int, beside: Model) -> bool:
@@ -344,7 +350,7 @@ class Residency:
         return self._plan(now)
 
     def _failure(self, model: Model, now: float) -> ModelUnavailable:
-        return ModelUnavailable(model.name, model.reason, retry_after=max(1, math.ceil(model.retry_at - now)))
+        return ModelUnavailable(model.title or model.name, model.reason, retry_after=max(1, math.ceil(model.retry_at - now)))
 
     def _take_waiting(self, name: str) -> list[int]:
         taken = [waiting.ticket for waiting in self._waiting if waiting.model == name]

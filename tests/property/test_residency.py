@@ -96,8 +96,8 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def dies(self, name: str) -> None:
         if self.residency.models[name].state is ModelState.READY:
-            self.asked_to_go.discard(name)
-            self.carry_out(self.residency.unloaded(name, self.now))
+            self.unloading.append(name)
+            self.carry_out(self.residency.died(name, self.now))
 
     @rule(name=st.sampled_from(NAMES))
     def unload(self, name: str) -> None:

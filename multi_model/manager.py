@@ -1,0 +1,287 @@
+"""Carries out what residency decides: loads, unloads, leases, and the clock that residency doesn't have.
+
+A request leases a model for as long as it uses it. Whatever happens meanwhile, a leased model is not unloaded; only its own
+death takes it away.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llm.exceptions import Draining, ModelUnavailable, QuartetError, WorkerDied
+from multi_model.residency import Command, Grant, Limits, Load, Model, ModelState, Refuse, Residency, Unload
+from multi_model.store import Catalogue, Entry
+from multi_model.workers.base import Worker
+
+log = logging.getLogger(__name__)
+
+_TRIES = 2  # of a request whose model dies under it
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """A snapshot for display. Times are of `time.monotonic()`."""
+
+    entry: Entry
+    state: ModelState
+    reason: str
+    memory: int  # bytes charged
+    in_use: int
+    last_use: float
+    load_seconds: float | None  # of the last load
+    loads: int
+    evictions: int
+    hits: int
+    pinned: bool
+
+
+@dataclass(slots=True)
+class _Slot:
+    entry: Entry
+    worker: Worker | None = None
+    watch: asyncio.Task[None] | None = None
+    load_seconds: float | None = None
+    hits: int = 0
+
+
+class ModelManager:
+    """On one event loop. build: makes a worker that is not loaded yet; estimate: bytes of an entry before its first load."""
+
+    def __init__(
+        self, limits: Limits, *, build: Callable[[Entry], Worker], estimate: Callable[[Entry], int], overhead: int = 0
+    ) -> None:
+        self._residency = Residency(limits, overhead)
+        self._build, self._estimate = build, estimate
+        self._catalogue = Catalogue()
+        self._slots: dict[str, _Slot] = {}
+        self._tickets: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count(1)
+        self._loads: set[asyncio.Task[None]] = set()
+        self._unloads: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    # -- the catalogue
+
+    def use(self, catalogue: Catalogue) -> None:
+        """From now on. What is loaded stays: changes of its entry hold from its next load on, and one that is no longer there
+        goes when nobody uses it."""
+        entries = {entry.id: entry for entry in catalogue.entries}
+        for name in set(self._residency.models) - set(entries):
+            self._carry_out(self._residency.discard(name, _now()))
+        for name, entry in entries.items():
+            slot = self._slots.setdefault(name, _Slot(entry))
+            slot.entry = entry
+            ttl = math.inf if entry.ttl is None else entry.ttl
+            self._residency.add(Model(name, self._estimate(entry), title=entry.name, pinned=entry.pinned, ttl=ttl))
+        self._catalogue = catalogue
+
+    def entries(self) -> tuple[Entry, ...]:
+        return self._catalogue.entries
+
+    def find(self, model: str) -> Entry:
+        """By id or name. Raises ModelNotFound."""
+        return self._catalogue.find(model)
+
+    def loaded(self) -> list[str]:
+        """Ids, least recently used first."""
+        return self._residency.loaded_names()
+
+    def status(self, entry: Entry) -> ModelStatus:
+        model, slot = self._residency.models[entry.id], self._slots[entry.id]
+        return ModelStatus(
+            entry=entry,
+            state=model.state,
+            reason=model.reason if model.state is ModelState.FAILED else "",
+            memory=model.charge,
+            in_use=model.in_use,
+            last_use=model.last_use,
+            load_seconds=slot.load_seconds,
+            loads=model.loads,
+            evictions=model.evictions,
+            hits=slot.hits,
+            pinned=model.pinned,
+        )
+
+    # -- requests
+
+    @asynccontextmanager
+    async def lease(self, entry: Entry, seconds: float) -> AsyncIterator[Worker]:
+        """A loaded model, for as long as the context lasts. seconds: to wait for it.
+
+        Raises ModelUnavailable with the reason, or Draining.
+        """
+        if self._closed:
+            raise Draining
+        ticket, granted = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._tickets[ticket] = granted
+        self._carry_out(self._residency.requested(ticket, entry.id, _now()))
+        try:
+            await self._granted(granted, entry, seconds)
+        except BaseException:  # a caller that leaves meanwhile is a CancelledError; whatever it is, it is raised again
+            del self._tickets[ticket]
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._carry_out(self._residency.released(entry.id, _now()))
+            else:
+                self._carry_out(self._residency.withdrawn(ticket, _now()))
+            raise
+        del self._tickets[ticket]
+        slot = self._slots[entry.id]
+        slot.hits += 1
+        worker = slot.worker
+        try:
+            if worker is None:
+                raise WorkerDied(f"{entry.name} has just ended")
+            yield worker
+        except WorkerDied:
+            if worker is not None:
+                self._lose(entry.id, worker)
+            raise
+        finally:
+            self._carry_out(self._residency.released(entry.id, _now()))
+
+    async def _granted(self, granted: "asyncio.Future[None]", entry: Entry, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await granted
+        except TimeoutError:
+            reason = "there was no room for it in time, as other models are in use"
+            if self._residency.models[entry.id].state is ModelState.LOADING:
+                reason = "it was not loaded in time"
+            raise ModelUnavailable(entry.name, reason, retry_after=1) from None
+
+    async def predict(self, entry: Entry, request: Any, seconds: float) -> Any:
+        """Raises what is wrong with the request, or ModelUnavailable, also where the model has died under it twice."""
+        deadline = _now() + seconds
+        for _ in range(_TRIES):
+            try:
+                async with self.lease(entry, deadline - _now()) as worker, asyncio.timeout(deadline - _now()):
+                    return await worker.predict(request)
+            except WorkerDied as death:
+                log.error("%s died under a request: %s", entry.name, death.message)
+                reason = death.message
+            except TimeoutError:
+                raise ModelUnavailable(entry.name, f"it did not answer within {seconds:g} s", retry_after=1) from None
+        raise ModelUnavailable(entry.name, f"its process died twice under this request: {reason}", retry_after=1)
+
+    async def load(self, entry: Entry, seconds: float) -> None:
+        """Returns when it is there. Raises as `lease`."""
+        async with self.lease(entry, seconds):
+            return
+
+    def unload(self, entry: Entry) -> None:
+        """As soon as nobody uses it."""
+        self._carry_out(self._residency.unload(entry.id, _now()))
+
+    def pin(self, entry: Entry, pinned: bool) -> None:
+        self._carry_out(self._residency.pin(entry.id, pinned, _now()))
+
+    async def close(self) -> None:
+        """Whoever waits gets Draining; every worker ends."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for granted in self._tickets.values():
+            if not granted.done():
+                granted.set_exception(Draining())
+        workers = [slot.worker for slot in self._slots.values() if slot.worker is not None]
+        watches = [slot.watch for slot in self._slots.values() if slot.watch is not None]
+        for task in (*self._loads, *watches):
+            task.cancel()
+        await asyncio.gather(*(worker.unload() for worker in workers), *self._unloads)
+        await asyncio.gather(*self._loads, *watches, return_exceptions=True)
+
+    # -- commands
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        if self._closed:
+            return
+        for command in commands:
+            match command:
+                case Load(model):
+                    self._spawn(self._load(model), self._loads)
+                case Unload(model):
+                    self._spawn(self._unload(model), self._unloads)
+                case Grant(ticket, model):
+                    if self._tickets[ticket].cancelled():  # its caller is leaving
+                        self._carry_out(self._residency.released(model, _now()))
+                    else:
+                        self._tickets[ticket].set_result(None)
+                case Refuse(ticket, error):
+                    if not self._tickets[ticket].cancelled():
+                        self._tickets[ticket].set_exception(error)
+        self._set_timer()
+
+    async def _load(self, name: str) -> None:
+        slot, began = self._slots[name], _now()
+        worker: Worker | None = None
+        try:
+            worker = self._build(slot.entry)
+            await worker.load()
+            charge = await worker.measure()
+        except QuartetError as error:
+            if worker is not None:
+                await worker.unload()
+            reason = error.reason if isinstance(error, ModelUnavailable) else error.message
+            log.error("%s can't be loaded: %s", slot.entry.name, reason)
+            self._carry_out(self._residency.failed(name, reason, _now()))
+            return
+        except asyncio.CancelledError:
+            if worker is not None:
+                await worker.unload()
+            raise
+        slot.worker, slot.load_seconds = worker, _now() - began
+        slot.watch = asyncio.create_task(self._watch(name, worker))
+        log.info("%s is loaded: %.0f MiB, %.2f s", slot.entry.name, charge / 2**20, slot.load_seconds)
+        self._carry_out(self._residency.loaded(name, charge, _now()))
+
+    async def _unload(self, name: str) -> None:
+        slot = self._slots[name]
+        worker, slot.worker = slot.worker, None
+        if slot.watch is not None:
+            slot.watch.cancel()
+        if worker is not None:
+            await worker.unload()
+        log.info("%s is unloaded", slot.entry.name)
+        self._carry_out(self._residency.unloaded(name, _now()))
+
+    async def _watch(self, name: str, worker: Worker) -> None:
+        await worker.died()
+        self._lose(name, worker)
+
+    def _lose(self, name: str, worker: Worker) -> None:
+        """It has died. Whoever notices says so, before anybody else is given it."""
+        slot = self._slots[name]
+        if slot.worker is not worker or self._residency.models[name].state is not ModelState.READY:
+            return  # known, or being unloaded
+        log.error("%s has died; the next request loads it again", slot.entry.name)
+        self._carry_out(self._residency.died(name, _now()))
+        self._spawn(self._unload(name), self._unloads)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]") -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = self._residency.next_tick(_now())
+        if at < math.inf:
+            delay = max(at - _now(), 0.001)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._carry_out(self._residency.ticked(_now()))
+
+
+def _now() -> float:
+    return time.monotonic()
