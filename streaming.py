@@ -65,17 +65,7 @@ async def _departure(receive: Receive) -> None:
 async def collect(submission: Submission, receive: Receive) -> list[Generation]:
     """Every output in full, in order. The first that fails, or the client's leaving, ends the others."""
     with submission:
-        return await unless_client_leaves(_collect_all(submission), receive)
-
-
-async def _collect_all(submission: Submission) -> list[Generation]:
-    tasks = [asyncio.ensure_future(output.collect()) for output in submission.outputs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return await unless_client_leaves(submission.collect(), receive)
 
 
 class TokenStream(Response):

@@ -85,6 +85,7 @@ class LLMEngine:
         self._worker_entry = worker_entry
         self._thread = threading.Thread(target=self.requests_processing_loop, name="llm-engine", daemon=True)
         self._started: Future[None] = Future()
+        self._over: Future[None] = Future()
         self._folder: str | None = None
         self._supervisor: WorkerSupervisor | None = None
         self._loaded: _Loaded | None = None
@@ -98,6 +99,10 @@ class LLMEngine:
     async def started(self) -> None:
         """Returns when the first worker is ready. Raises ModelRefused, EngineDead, or Draining where it was closed."""
         await asyncio.shield(asyncio.wrap_future(self._started))
+
+    async def over(self) -> None:
+        """Returns when the engine has ended, or given up."""
+        await asyncio.shield(asyncio.wrap_future(self._over))
 
     async def submit(self, request: GenerationRequest) -> Submission:
         """Queues all sequences of a request, or none.
@@ -183,6 +188,7 @@ class LLMEngine:
         finally:
             if self._supervisor is not None:
                 self._supervisor.executor.end()
+            self._over.set_result(None)
 
     def _load(self) -> _Loaded:
         """The checkpoint is prepared while the forkserver imports; then the first worker loads it."""

@@ -1,5 +1,6 @@
 """What a caller asks of an engine, and what it holds while it is answered: the same for our engine and for vLLM."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -67,6 +68,16 @@ class Submission:
     def __init__(self, outputs: tuple[Output, ...], abort: Callable[[], None]) -> None:
         self.outputs = outputs
         self.abort = abort  # any thread, any number of times; nothing happens where all has ended
+
+    async def collect(self) -> list[Generation]:
+        """Every output in full, in order. Raises what the first raises that fails."""
+        tasks = [asyncio.ensure_future(output.collect()) for output in self.outputs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def __enter__(self) -> Self:
         return self

@@ -50,6 +50,32 @@ class _Slot:
     hits: int = 0
 
 
+class Lease:
+    """A model in use."""
+
+    def __init__(self, manager: "ModelManager", name: str, worker: Worker | None) -> None:
+        self._manager, self._name, self._worker = manager, name, worker
+        self._released = False
+
+    @property
+    def worker(self) -> Worker:
+        """Raises WorkerDied where it has died since it was granted."""
+        if self._worker is None:
+            raise WorkerDied("it has just ended")
+        return self._worker
+
+    def lost(self) -> None:
+        """Its user found it dead."""
+        if self._worker is not None:
+            self._manager.lose(self._name, self._worker)
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        if not self._released:
+            self._released = True
+            self._manager.release(self._name)
+
+
 class ModelManager:
     """On one event loop. build: makes a worker that is not loaded yet; estimate: bytes of an entry before its first load."""
 
@@ -111,9 +137,8 @@ class ModelManager:
 
     # -- requests
 
-    @asynccontextmanager
-    async def lease(self, entry: Entry, seconds: float) -> AsyncIterator[Worker]:
-        """A loaded model, for as long as the context lasts. seconds: to wait for it.
+    async def acquire(self, entry: Entry, seconds: float) -> "Lease":
+        """A loaded model, until the lease is released. seconds: to wait for it.
 
         Raises ModelUnavailable with the reason, or Draining.
         """
@@ -134,17 +159,19 @@ class ModelManager:
         del self._tickets[ticket]
         slot = self._slots[entry.id]
         slot.hits += 1
-        worker = slot.worker
+        return Lease(self, entry.id, slot.worker)
+
+    @asynccontextmanager
+    async def lease(self, entry: Entry, seconds: float) -> AsyncIterator[Worker]:
+        """As `acquire`, for as long as the context lasts. Raises WorkerDied, too, where the model has just died."""
+        lease = await self.acquire(entry, seconds)
         try:
-            if worker is None:
-                raise WorkerDied(f"{entry.name} has just ended")
-            yield worker
+            yield lease.worker
         except WorkerDied:
-            if worker is not None:
-                self._lose(entry.id, worker)
+            lease.lost()
             raise
         finally:
-            self._carry_out(self._residency.released(entry.id, _now()))
+            lease.release()
 
     async def _granted(self, granted: "asyncio.Future[None]", entry: Entry, seconds: float) -> None:
         try:
@@ -253,9 +280,12 @@ class ModelManager:
 
     async def _watch(self, name: str, worker: Worker) -> None:
         await worker.died()
-        self._lose(name, worker)
+        self.lose(name, worker)
 
-    def _lose(self, name: str, worker: Worker) -> None:
+    def release(self, name: str) -> None:
+        self._carry_out(self._residency.released(name, _now()))
+
+    def lose(self, name: str, worker: Worker) -> None:
         """It has died. Whoever notices says so, before anybody else is given it."""
         slot = self._slots[name]
         if slot.worker is not worker or self._residency.models[name].state is not ModelState.READY:
