@@ -25,6 +25,7 @@ WORKDIR /app
 COPY --from=build /app/.venv .venv
 COPY *.py ./
 COPY llm llm
+COPY multi_model multi_model
 ENV PATH=/app/.venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

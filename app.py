@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 import endpoints
 import errors
+import predict_endpoints
 from containers import Services
 from middleware import BodyLimit, RequestScope
 
@@ -27,6 +28,7 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     app.include_router(endpoints.router)
+    app.include_router(predict_endpoints.router)
     errors.install(app)
     app.add_middleware(BodyLimit, limit=services.http.max_body_bytes)
     app.add_middleware(RequestScope, metrics=services.metrics)  # added last: outermost

@@ -14,6 +14,7 @@ from llm.llm import LLMEngine
 from llm.submission import GenerationRequest, Submission
 from llm.vllm_engine import VllmEngine
 from metrics import ServiceMetrics
+from multi_model.service import Models
 from settings import HttpConfig, Settings
 
 
@@ -50,22 +51,27 @@ class Services:
     metrics: ServiceMetrics
     engine: Engine
     vllm: Generator
+    models: Models
     forkserver: Forkserver
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        self.models.read_catalogue()
         self.engine.start()
+        booking = asyncio.create_task(self.models.hold_own())
         try:
             yield
         finally:
+            booking.cancel()
             await self.close()
 
     async def drain(self, grace: float) -> bool:
         """As a Generator's, of all of them."""
-        return all(await asyncio.gather(self.engine.drain(grace), self.vllm.drain(grace)))
+        parts = (self.engine, self.vllm, self.models.manager)
+        return all(await asyncio.gather(*(part.drain(grace) for part in parts)))
 
     async def close(self) -> None:
-        await asyncio.gather(self.engine.close(), self.vllm.close())
+        await asyncio.gather(self.models.manager.close(), self.engine.close(), self.vllm.close())
         await asyncio.to_thread(self.forkserver.close)
 
 
@@ -73,8 +79,8 @@ def build(settings: Settings) -> Services:
     metrics = ServiceMetrics()
     log = settings.log()
     forkserver = Forkserver()
-    engine = LLMEngine(
-        settings.engine(), metrics, forkserver, set_up_logging=partial(logs.configure, log.level, log.format, "worker")
-    )
+    set_up_logging = partial(logs.configure, log.level, log.format, "worker")
+    engine = LLMEngine(settings.engine(), metrics, forkserver, set_up_logging=set_up_logging)
+    models = Models(settings.models(), settings.engine(), engine, forkserver, set_up_logging)
     vllm = VllmEngine(settings.vllm(), lambda: engine.state().folder)
-    return Services(http=settings.http(), metrics=metrics, engine=engine, vllm=vllm, forkserver=forkserver)
+    return Services(http=settings.http(), metrics=metrics, engine=engine, vllm=vllm, models=models, forkserver=forkserver)

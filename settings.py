@@ -12,6 +12,7 @@ from pydantic import Field as PydanticField
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from llm.config import EngineConfig, VllmConfig
+from multi_model.config import ModelsConfig
 from resources import cpu_budget, memory_limit
 
 PREFIX = "QUARTET_"
@@ -97,6 +98,18 @@ class Settings(BaseSettings):
     memory_budget: ByteSize | None = _setting(
         None, "Memory for all that is resident", unit="bytes", shown="70% of the memory limit", ge=_MIB, le=_LARGEST
     )
+    catalogue: Path | None = _setting(None, "File that lists the models of /predict and /models", shown="none")
+    max_models: int | None = _setting(
+        None,
+        "Models of the catalogue that are loaded at once, beside the memory budget",
+        unit="models",
+        shown="any",
+        ge=1,
+        le=1000,
+    )
+    predict_timeout: float = _setting(
+        30.0, "A request to a model of the catalogue waits and runs this long at most", unit="seconds", gt=0, le=86400
+    )
     kv_cache_bytes: ByteSize | None = _setting(
         None,
         "KV cache of the model",
@@ -141,7 +154,6 @@ class Settings(BaseSettings):
 
     def engine(self) -> EngineConfig:
         cpus = cpu_budget()
-        budget = self.memory_budget or int(_BUDGET_SHARE * memory_limit())
         return EngineConfig(
             model=self.model,
             model_cache=self.model_cache,
@@ -154,12 +166,28 @@ class Settings(BaseSettings):
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
             kv_cache_bytes=self.kv_cache_bytes,
-            kv_cache_limit=int(_KV_CACHE_SHARE * budget),
+            kv_cache_limit=int(_KV_CACHE_SHARE * self._budget()),
             batch_invariant=self.batch_invariant,
             step_timeout=self.step_timeout,
             load_timeout=self.load_timeout,
             max_restarts=self.max_restarts,
         )
+
+    def models(self) -> ModelsConfig:
+        return ModelsConfig(
+            catalogue=self.catalogue,
+            budget=self._budget(),
+            max_models=self.max_models,
+            device=self.device,
+            model_cache=self.model_cache,
+            threads=self.threads or cpu_budget(),
+            load_timeout=self.load_timeout,
+            batch_timeout=self.step_timeout,
+            predict_timeout=self.predict_timeout,
+        )
+
+    def _budget(self) -> int:
+        return self.memory_budget or int(_BUDGET_SHARE * memory_limit())
 
     def vllm(self) -> VllmConfig:
         return VllmConfig(

@@ -78,6 +78,7 @@ class LLMEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._inbox_lock = threading.Lock()
         self._ended = False  # the thread takes nothing in any more
+        self._closed = False  # and its handles are gone
         self._delivery = Delivery()
         self._bound = AdmissionBound(config.max_num_seqs + config.max_queue, config.max_num_seqs)
         self._tokenizing = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
@@ -159,10 +160,16 @@ class LLMEngine:
     async def close(self) -> None:
         """Ends what still runs with Draining, then the worker and the thread, whatever they are at. Takes under 2 s."""
         self._gate.drain()
+        if self._closed:
+            return
         self._stop.set()
         self._tokenizing.shutdown(wait=False)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
+        if not (self._closed or self._thread.is_alive()):
+            self._closed = True
+            self._stop.close()
+            self._arrived.close()
 
     # -- the engine's thread
 

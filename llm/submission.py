@@ -19,9 +19,11 @@ class GenerationRequest:
     prompts: tuple[str | tuple[int, ...], ...]
     params: SamplingParams
     many: bool = False  # the caller sent a list: errors then name prompts[i]
+    names: tuple[str, str] = ("prompt", "prompts")  # what the caller called one, and a list
 
     def prompt_name(self, i: int) -> str:
-        return f"prompts[{i}]" if self.many else "prompt"
+        one, several = self.names
+        return f"{several}[{i}]" if self.many else one
 
 
 @dataclass(slots=True)

@@ -14,10 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from llm.exceptions import Draining, ModelUnavailable, QuartetError, WorkerDied
+from llm.exceptions import Draining, InvalidRequest, ModelUnavailable, QuartetError, WorkerDied
+from llm.submission import GenerationRequest, Submission
 from multi_model.residency import Command, Grant, Limits, Load, Model, ModelState, Refuse, Residency, Unload
 from multi_model.store import Catalogue, Entry
 from multi_model.workers.base import Worker
+from multi_model.workers.language_model import LanguageModelWorker
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +79,19 @@ class Lease:
 
 
 class ModelManager:
-    """On one event loop. build: makes a worker that is not loaded yet; estimate: bytes of an entry before its first load."""
+    """On one event loop. build: makes a worker that is not loaded yet; estimate: bytes of an entry before its first load;
+    overhead: bytes that the service takes beside its models, measured before each load, in a thread."""
 
     def __init__(
-        self, limits: Limits, *, build: Callable[[Entry], Worker], estimate: Callable[[Entry], int], overhead: int = 0
+        self,
+        limits: Limits,
+        *,
+        build: Callable[[Entry], Worker],
+        estimate: Callable[[Entry], int],
+        overhead: Callable[[], int],
     ) -> None:
-        self._residency = Residency(limits, overhead)
-        self._build, self._estimate = build, estimate
+        self._residency = Residency(limits)
+        self._build, self._estimate, self._overhead = build, estimate, overhead
         self._catalogue = Catalogue()
         self._slots: dict[str, _Slot] = {}
         self._tickets: dict[int, asyncio.Future[None]] = {}
@@ -91,7 +99,9 @@ class ModelManager:
         self._loads: set[asyncio.Task[None]] = set()
         self._unloads: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._draining = self._closed = False
+        self._in_hand = 0  # requests that wait for a lease, or have one
+        self._nothing_in_hand = asyncio.Event()
 
     # -- the catalogue
 
@@ -140,10 +150,24 @@ class ModelManager:
     async def acquire(self, entry: Entry, seconds: float) -> "Lease":
         """A loaded model, until the lease is released. seconds: to wait for it.
 
-        Raises ModelUnavailable with the reason, or Draining.
+        Raises ModelUnavailable with the reason, ModelNotFound, or Draining.
         """
+        if self._draining:
+            raise Draining
+        self._in_hand += 1
+        self._nothing_in_hand.clear()
+        try:
+            return await self._acquire(entry, seconds)
+        except BaseException:  # raised again
+            self._let_go()
+            raise
+
+    async def _acquire(self, entry: Entry, seconds: float) -> "Lease":
+        if self._residency.models[entry.id].state is ModelState.UNLOADED:
+            self._carry_out(self._residency.measured_overhead(await asyncio.to_thread(self._overhead), _now()))
         if self._closed:
             raise Draining
+        self._catalogue.find(entry.id)  # it may have been taken out meanwhile
         ticket, granted = next(self._numbers), asyncio.get_running_loop().create_future()
         self._tickets[ticket] = granted
         self._carry_out(self._residency.requested(ticket, entry.id, _now()))
@@ -183,13 +207,36 @@ class ModelManager:
                 reason = "it was not loaded in time"
             raise ModelUnavailable(entry.name, reason, retry_after=1) from None
 
-    async def predict(self, entry: Entry, request: Any, seconds: float) -> Any:
-        """Raises what is wrong with the request, or ModelUnavailable, also where the model has died under it twice."""
+    async def submit(self, entry: Entry, request: GenerationRequest, seconds: float) -> Submission:
+        """Of a language model, which is in use until the submission has ended or its context is left. Raises as `acquire` and
+        `LLMEngine.submit`, and InvalidRequest where it is another kind of model."""
+        if entry.framework != "quartet":
+            raise InvalidRequest("model", f"{entry.name} is no language model")
+        lease, loop = await self.acquire(entry, seconds), asyncio.get_running_loop()
+        try:
+            worker = lease.worker
+            assert isinstance(worker, LanguageModelWorker)  # noqa: S101 - its framework's
+            submission = await worker.submit(request)
+        except BaseException:  # raised again
+            lease.release()
+            raise
+
+        def leave() -> None:
+            submission.abort()
+            loop.call_soon_threadsafe(lease.release)
+
+        return Submission(submission.outputs, leave)
+
+    async def predict(self, entry: Entry, request: Any, seconds: float) -> tuple[Any, tuple[str, ...]]:
+        """-> its answer, and the labels of its classes.
+
+        Raises what is wrong with the request, or ModelUnavailable, also where the model has died under it twice.
+        """
         deadline = _now() + seconds
         for _ in range(_TRIES):
             try:
                 async with self.lease(entry, deadline - _now()) as worker, asyncio.timeout(deadline - _now()):
-                    return await worker.predict(request)
+                    return await worker.predict(request), worker.labels
             except WorkerDied as death:
                 log.error("%s died under a request: %s", entry.name, death.message)
                 reason = death.message
@@ -209,9 +256,21 @@ class ModelManager:
     def pin(self, entry: Entry, pinned: bool) -> None:
         self._carry_out(self._residency.pin(entry.id, pinned, _now()))
 
+    async def drain(self, grace: float) -> bool:
+        """Takes no more requests. True when all that were taken have ended, within `grace` seconds."""
+        self._draining = True
+        if not self._in_hand:
+            return True
+        try:
+            async with asyncio.timeout(grace):
+                await self._nothing_in_hand.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def close(self) -> None:
         """Whoever waits gets Draining; every worker ends."""
-        self._closed = True
+        self._draining = self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for granted in self._tickets.values():
@@ -284,6 +343,12 @@ class ModelManager:
 
     def release(self, name: str) -> None:
         self._carry_out(self._residency.released(name, _now()))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._in_hand -= 1
+        if not self._in_hand:
+            self._nothing_in_hand.set()
 
     def lose(self, name: str, worker: Worker) -> None:
         """It has died. Whoever notices says so, before anybody else is given it."""

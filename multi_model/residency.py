@@ -62,7 +62,7 @@ Command = Load | Unload | Grant | Refuse
 @dataclass(frozen=True, slots=True)
 class Limits:
     budget: int  # bytes
-    max_models: int | None = None
+    max_models: int | None = None  # beside those that are pinned
     patience: float = 1.0  # seconds that a request waits for room before others have to
     cool_down: float = 2.0  # seconds after a first failure; doubled by each further one
     longest_cool_down: float = 300.0
@@ -123,7 +123,8 @@ class Residency:
 
     @property
     def resident_count(self) -> int:
-        return sum(model.resident for model in self.models.values())
+        """Without the pinned ones."""
+        return sum(model.resident and not model.pinned for model in self.models.values())
 
     def loaded_names(self) -> list[str]:
         """Of the models that are ready, least recently used first."""
@@ -183,13 +184,14 @@ class Residency:
     # -- events: what became of commands
 
     def loaded(self, name: str, charge: int, now: float) -> list[Command]:
-        """charge: bytes, as measured. Where they don't fit after all, it goes again: there is no room by and by."""
+        """charge: bytes, as measured. Where they don't fit after all, it goes again and waits for room, unless it is pinned."""
         model = self.models[name]
         model.state, model.charge, model.estimate = ModelState.READY, charge, charge
         model.failures, model.reason = 0, ""
         model.loads += 1
         self._touch(model, now)
-        if self.charged > self.limits.budget and not self._can_make_room(self.charged - self.limits.budget, model):
+        missing = self.charged - self.limits.budget
+        if missing > 0 and not model.pinned and not self._can_make_room(missing, model):
             return [self._unload(model), *self._plan(now)]
         return self._plan(now)
 
@@ -303,14 +305,19 @@ class Residency:
         return commands
 
     def _has_room(self, model: Model) -> bool:
-        fits = self.charged + model.estimate <= self.limits.budget
-        return fits and (self.limits.max_models is None or self.resident_count < self.limits.max_models)
+        missing, places = self.charged + model.estimate - self.limits.budget, self._places(model)
+        return missing <= 0 and places <= 0
 
     def _missing(self, model: Model) -> tuple[int, int]:
         """Bytes, and places, that its load would still miss when all that is being unloaded has gone."""
-        going = sum(other.state is ModelState.UNLOADING for other in self.models.values())
-        places = 0 if self.limits.max_models is None else self.resident_count - going + 1 - self.limits.max_models
-        return self.charged - self._going() + model.estimate - self.limits.budget, places
+        going = sum(other.state is ModelState.UNLOADING and not other.pinned for other in self.models.values())
+        return self.charged - self._going() + model.estimate - self.limits.budget, self._places(model) - going
+
+    def _places(self, model: Model) -> int:
+        """How many must go for it to have one."""
+        if self.limits.max_models is None or model.pinned:
+            return 0
+        return self.resident_count + 1 - self.limits.max_models
 
     def _going(self) -> int:
         """Bytes of what is being unloaded."""
@@ -331,8 +338,6 @@ class Residency:
                 f"it needs {_mib(model.estimate)}, and the memory budget has {_mib(max(free, 0))} beside what always stays"
             )
             return ModelUnavailable(model.title or model.name, sentence)
-        if self.limits.max_models is not None and len(pinned) >= self.limits.max_models:
-            return ModelUnavailable(model.title or model.name, f"{len(pinned)} pinned models take all places of --max-models")
         return None
 
     def _can_make_room(self, missing: int, beside: Model) -> bool:

@@ -36,13 +36,15 @@ class Entry(BaseModel):
     id: Annotated[str, AfterValidator(_uuid)]
     name: Name
     type: Name = Field(description="For people: text-classification, image-classification, text-generation, …")
-    framework: Literal["transformers", "torchvision", "triton", "quartet"]
+    framework: Literal["transformers", "quartet"]
     version: Name = "1"
     description: str = ""
     source: Name | None = Field(None, description="A folder, `package:NAME/FOLDER`, or a name on the hub; absent: its name")
     revision: Name | None = Field(None, description="Of a name on the hub")
     labels: Labels | None = Field(None, description="Names of the classes; absent: those that the model brings along")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
+        None, description="Absent: float32, and auto for language models"
+    )
     memory: ByteSize | None = Field(None, description="Estimate for a first load; absent: from the size of the weights")
     pinned: bool = False
     ttl: Annotated[float, Field(gt=0)] | None = Field(None, description="Seconds without a request; then it is unloaded")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Encoding, Tokenizer
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
 
@@ -34,6 +35,7 @@ class _Text:
 
 class TextClassifier:
     def __init__(self, spec: PredictorSpec) -> None:
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.device = choose_device(spec.device)
         local = Path(spec.source).is_dir()
         where: dict[str, Any] = {

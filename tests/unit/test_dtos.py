@@ -237,6 +237,13 @@ async def test_every_route_is_described_with_its_own_refusals(client: Client) ->
         "/ready",
         "/version",
         "/metrics",
+        "/predict",
+        "/models",
+        "/models/reload",
+        "/models/{model}",
+        "/models/{model}/load",
+        "/models/{model}/unload",
+        "/models/{model}/pin",
     }
     assert "HTTPValidationError" not in description["components"]["schemas"]
     refusal = description["paths"]["/generate_stream"]["post"]["responses"]["422"]["content"]["application/json"]

@@ -1,6 +1,7 @@
 """Settings: complete, bounded, told by name when wrong, and each of them of use."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,13 +128,14 @@ OTHERS: dict[str, Any] = {
     "kv_cache_bytes": 2**25,
     "max_body_bytes": 2**20,
     "tokenizer_threads": 33,
+    "catalogue": Path("models.json"),
 }
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_every_setting_reaches_a_part(name: str) -> None:
     usual, changed = parse([]), Settings(**{name: OTHERS.get(name, 77)})
-    parts = [(one.http(), one.log(), one.engine(), one.vllm()) for one in (usual, changed)]
+    parts = [(one.http(), one.log(), one.engine(), one.vllm(), one.models()) for one in (usual, changed)]
     assert parts[0] != parts[1]
 
 
