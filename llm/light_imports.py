@@ -2,7 +2,7 @@
 
 They are half of the time of a start. They are asked for in passing, and nothing here uses them: decorators for functions
 that are not to be compiled (nothing is), a class for building some masks (fetched when one is made), flex attention (we bring
-our own), and questions about shapes that might be symbols (ours are numbers). Whatever else is asked for, now or by a later
+our own), transformers' image processing, and questions about shapes that might be symbols (ours are numbers). Whatever else is asked for, now or by a later
 release, brings the real modules: slower, not wrong.
 """
 
@@ -14,7 +14,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-_ABSENT = ("is_torch_flex_attn_available", "is_torch_distributed_available")
+_ABSENT = (
+    "is_torch_flex_attn_available",
+    "is_torch_distributed_available",
+    "is_torchvision_available",
+    "is_vision_available",
+)
 
 
 def _unchanged(function: Any = None, *_: object, **__: object) -> Any:
