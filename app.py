@@ -29,6 +29,7 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     app.include_router(endpoints.router)
     app.include_router(predict_endpoints.router)
+    app.include_router(predict_endpoints.uploads)
     errors.install(app)
     app.add_middleware(BodyLimit, limit=services.http.max_body_bytes)
     app.add_middleware(RequestScope, metrics=services.metrics)  # added last: outermost

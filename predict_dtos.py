@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dtos import Sampling, StrictModel, Text, detail_of
 from llm.exceptions import InvalidRequest
@@ -30,7 +32,9 @@ class PredictRequest(StrictModel):
         }
     )
     model_id: ModelId = Field(description="A model's id or name")
-    input_data: Any = Field(description="A text, or a list of texts")
+    input_data: Any = Field(
+        description="By kind of model a text, a prompt, an image (data URL, or path under the image root), or a list of such"
+    )
     truncate: bool | None = Field(None, description="Text classifiers: have texts cut that are too long. Default false")
     top_k: int | None = Field(None, ge=1, le=100_000, description="Classifiers: only the likeliest classes, with their names")
     parameters: Sampling | None = Field(None, description="Language models: how to sample")
@@ -39,36 +43,90 @@ class PredictRequest(StrictModel):
     def text_input(self, max_inputs: int) -> TextInput:
         """Raises InvalidRequest naming what is wrong, or is for another kind of model."""
         self._refuse("parameters", "is for language models")
-        texts, listed = self._texts(max_inputs)
-        return TextInput(texts, listed, self.truncate is True)
+        texts, listed = self._strings(max_inputs, "a text")
+        return TextInput(tuple(texts), listed, self.truncate is True)
+
+    def image_references(self, max_inputs: int) -> tuple[list[str], bool]:
+        """-> paths and data URLs, and whether they came as a list. Raises as `text_input`."""
+        self._refuse("parameters", "is for language models")
+        self._refuse("truncate", "is for text classifiers")
+        return self._strings(max_inputs, "a data:image/…;base64,… URL or a path")
 
     def generation_request(self, request_id: str, max_inputs: int, ceiling: float | None) -> tuple[GenerationRequest, Sampling]:
         """ceiling: seconds, the service's own. Raises as `text_input`."""
         self._refuse("truncate", "is for text classifiers")
         self._refuse("top_k", "is for classifiers")
-        texts, listed = self._texts(max_inputs)
+        texts, listed = self._strings(max_inputs, "a text")
         sampling = self.parameters or Sampling.model_validate({})
         if sampling.model is not None:
             raise InvalidRequest("parameters.model", "parameters.model is said by model_id here")
         params = sampling.sampling_params(ceiling)
-        return GenerationRequest(request_id, texts, params, listed, names=("input_data", "input_data")), sampling
+        return GenerationRequest(request_id, tuple(texts), params, listed, names=("input_data", "input_data")), sampling
 
-    def _texts(self, max_inputs: int) -> tuple[tuple[str, ...], bool]:
+    def _strings(self, max_inputs: int, what: str) -> tuple[list[str], bool]:
         given = self.input_data
         texts = given if isinstance(given, list) else [given]
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 name = f"input_data[{i}]" if isinstance(given, list) else "input_data"
-                raise InvalidRequest(
-                    name, f"{name} must be a text" + ("" if isinstance(given, list) else ", or a list of texts")
-                )
+                or_list = "" if isinstance(given, list) else ", or a list of such"
+                raise InvalidRequest(name, f"{name} must be {what}{or_list}")
         if len(texts) > max_inputs:
             raise InvalidRequest("input_data", f"input_data has {len(texts)} entries, at most {max_inputs}")
-        return tuple(texts), isinstance(given, list)
+        return texts, isinstance(given, list)
 
     def _refuse(self, name: str, why: str) -> None:
         if getattr(self, name) is not None:
             raise InvalidRequest(name, f"{name} {why}, and this model is none")
+
+
+_FORM_FIELDS = ("model_id", "top_k", "timeout")
+IMAGE_FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["model_id", "image"],
+                    "properties": {
+                        "model_id": {"type": "string"},
+                        "image": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                        "top_k": {"type": "integer", "minimum": 1},
+                        "timeout": {"type": "number", "exclusiveMinimum": 0},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+async def read_image_form(request: Request, max_images: int) -> tuple[PredictRequest, list[bytes]]:
+    """Raises InvalidRequest naming the field, or HTTPException where it can't be read."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise InvalidRequest("content-type", "the body must be multipart/form-data")
+    fields: dict[str, Any] = {}
+    images: list[bytes] = []
+    async with request.form(max_files=max_images, max_fields=len(_FORM_FIELDS) + 1) as form:
+        for name, value in form.multi_items():
+            if name == "image" and not isinstance(value, str):
+                images.append(await value.read())
+            elif name == "image":
+                raise InvalidRequest("image", "image must be a file")
+            elif name not in _FORM_FIELDS:
+                raise InvalidRequest(name, f"{name} is not a field of this form")
+            elif name in fields:
+                raise InvalidRequest(name, f"{name} is there twice")
+            else:
+                fields[name] = value
+    if not images:
+        raise InvalidRequest("image", "image is needed")
+    try:
+        return PredictRequest.model_validate({**fields, "input_data": None}, strict=False), images
+    except ValidationError as error:
+        raise RequestValidationError([{**found, "loc": ("body", *found["loc"])} for found in error.errors()]) from None
 
 
 class Likely(BaseModel):

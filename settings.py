@@ -110,6 +110,11 @@ class Settings(BaseSettings):
     predict_timeout: float = _setting(
         30.0, "A request to a model of the catalogue waits and runs this long at most", unit="seconds", gt=0, le=86400
     )
+    image_root: Path | None = _setting(
+        None, "Folder of the images that requests may name by a path", shown="none: only images in requests"
+    )
+    max_image_bytes: ByteSize = _setting(ByteSize(20 * _MIB), "Largest image file", unit="bytes", ge=1, le=2**30)
+    max_image_pixels: int = _setting(50_000_000, "Largest image, width times height", unit="pixels", ge=1, le=1_000_000_000)
     kv_cache_bytes: ByteSize | None = _setting(
         None,
         "KV cache of the model",
@@ -184,6 +189,10 @@ class Settings(BaseSettings):
             load_timeout=self.load_timeout,
             batch_timeout=self.step_timeout,
             predict_timeout=self.predict_timeout,
+            image_root=self.image_root,
+            max_image_bytes=self.max_image_bytes,
+            max_images_bytes=self.max_body_bytes,
+            max_image_pixels=self.max_image_pixels,
         )
 
     def _budget(self) -> int:

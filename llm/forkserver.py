@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
@@ -25,11 +26,16 @@ class Forkserver:
         # One thread for good: the forkserver lives no longer than the thread that starts it (`llm/forkserver_guard.py`).
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="worker-start")
         self._closed = threading.Event()
+        self._imports: tuple[str, ...] = ()
 
     @property
     def pid(self) -> int | None:
         pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         return pid
+
+    def also_import(self, modules: Sequence[str]) -> None:
+        """Modules that workers will want beside a language model's. Holds for a forkserver that is started after this."""
+        self._imports = tuple(modules)
 
     def begin(self) -> None:
         """Has it begin its imports, where it hasn't, and returns at once."""
@@ -67,7 +73,7 @@ class Forkserver:
     def _ensure_running(self) -> None:
         if self._closed.is_set():
             raise EOFError("it is closed")
-        multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *self._imports])
         os.environ[PARENT_PID] = str(os.getpid())
         forkserver.ensure_running()
 

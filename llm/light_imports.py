@@ -2,8 +2,8 @@
 
 They are half of the time of a start. They are asked for in passing, and nothing here uses them: decorators for functions
 that are not to be compiled (nothing is), a class for building some masks (fetched when one is made), flex attention (we bring
-our own), transformers' image processing, and questions about shapes that might be symbols (ours are numbers). Whatever else is asked for, now or by a later
-release, brings the real modules: slower, not wrong.
+our own), transformers' image processing, and questions about shapes that might be symbols (ours are numbers). Whatever else
+is asked for, now or by a later release, brings the real modules: slower, not wrong.
 """
 
 import importlib
@@ -65,6 +65,7 @@ class _Masks:
 _STAND_INS: dict[str, dict[str, Any]] = {
     "torch._dynamo": dict.fromkeys(("disable", "allow_in_graph", "disallow_in_graph", "assume_constant_result"), _unchanged),
     "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": _Masks},
+    "torch._dynamo.utils": {"is_compile_supported": _never},
     "torch.fx.experimental.symbolic_shapes": {
         **dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "guarding_hint_or_throw"), _as_it_is),
         **dict.fromkeys(("guard_int", "guard_size_oblivious", "statically_known_true"), _as_it_is),

@@ -15,3 +15,7 @@ class ModelsConfig:
     load_timeout: float  # seconds
     batch_timeout: float  # seconds
     predict_timeout: float  # seconds
+    image_root: Path | None
+    max_image_bytes: int  # of one
+    max_images_bytes: int  # of a request's together
+    max_image_pixels: int

@@ -16,6 +16,7 @@ from typing import Any
 
 from llm.exceptions import Draining, InvalidRequest, ModelUnavailable, QuartetError, WorkerDied
 from llm.submission import GenerationRequest, Submission
+from multi_model.engine import Kind, kind_of
 from multi_model.residency import Command, Grant, Limits, Load, Model, ModelState, Refuse, Residency, Unload
 from multi_model.store import Catalogue, Entry
 from multi_model.workers.base import Worker
@@ -210,7 +211,7 @@ class ModelManager:
     async def submit(self, entry: Entry, request: GenerationRequest, seconds: float) -> Submission:
         """Of a language model, which is in use until the submission has ended or its context is left. Raises as `acquire` and
         `LLMEngine.submit`, and InvalidRequest where it is another kind of model."""
-        if entry.framework != "quartet":
+        if kind_of(entry) is not Kind.GENERATION:
             raise InvalidRequest("model", f"{entry.name} is no language model")
         lease, loop = await self.acquire(entry, seconds), asyncio.get_running_loop()
         try:

@@ -11,12 +11,15 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class PredictorSpec:
     name: str
-    source: str  # a folder, or a name on the hub
+    source: str  # a file, a folder, or a name on the hub
+    architecture: str | None  # of an image model
+    head: str | None  # a file: a linear head on an encoder of texts
     revision: str | None
     labels: tuple[str, ...] | None  # None: the model's own
     dtype: str
     device: str  # "auto", "cpu", "cuda", "cuda:N"
-    cache: str  # folder for what is fetched from a hub
+    cache: str  # folder for what is fetched
+    max_pixels: int  # of one image
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,24 @@ class TextInput:
     texts: tuple[str, ...]
     listed: bool  # the caller sent a list: a refusal then names the place
     truncate: bool
+    param: str = "input_data"
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.texts))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """Of one request: the bytes of image files."""
+
+    images: tuple[bytes, ...]
+    listed: bool
+    param: str = "input_data"
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.images))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +74,7 @@ class Classes:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Nothing of this request was computed: `input_data` followed by `where` is at fault."""
+    """Nothing of this request was computed: its `param` followed by `where` is at fault."""
 
     where: str  # "", "[3]"
     message: str

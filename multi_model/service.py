@@ -16,7 +16,8 @@ from llm.forkserver import Forkserver
 from llm.llm import LLMEngine
 from llm.observer import NullObserver
 from multi_model.config import ModelsConfig
-from multi_model.engine import Surroundings, build_worker, estimated_bytes
+from multi_model.engine import FRAMEWORKS, Surroundings, build_worker, estimated_bytes, imports_of
+from multi_model.image_references import ImageReader
 from multi_model.manager import ModelManager
 from multi_model.memory import footprint
 from multi_model.residency import Limits
@@ -40,6 +41,7 @@ class Models:
         set_up_logging: Callable[[], None],
     ) -> None:
         self.predict_timeout = config.predict_timeout  # seconds
+        self.images = ImageReader(config.image_root, config.max_image_bytes, config.max_images_bytes)
         self._config, self._engine, self._forkserver = config, engine, forkserver
         processes = ProcessConfig(
             forkserver, set_up_logging, self._threads, load_timeout=config.load_timeout, batch_timeout=config.batch_timeout
@@ -56,6 +58,7 @@ class Models:
             catalogue_folder=config.catalogue.parent if config.catalogue else config.model_cache,
             model_cache=config.model_cache,
             kv_cache_bytes=engine_config.kv_cache_bytes or engine_config.kv_cache_limit,
+            max_pixels=config.max_image_pixels,
         )
         self.own = _own_entry(engine.state().model)
         self.manager = ModelManager(
@@ -68,7 +71,7 @@ class Models:
             found = Catalogue()
         else:
             try:
-                found = read_catalogue(self._config.catalogue)
+                found = read_catalogue(self._config.catalogue, FRAMEWORKS)
             except (OSError, ValueError) as error:
                 log.error("the catalogue can't be read, so nothing of it has changed: %s", error)
                 return (str(error),)
@@ -79,6 +82,7 @@ class Models:
         for fault in faults:
             log.error("left out of the catalogue: %s", fault)
         self.manager.use(Catalogue((self.own, *others)))
+        self._forkserver.also_import(imports_of(others))
         return tuple(faults)
 
     async def hold_own(self) -> None:

@@ -6,6 +6,7 @@ A wrong entry is named by its place and field, and left out; the others stand.
 import importlib.util
 import json
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,11 +37,13 @@ class Entry(BaseModel):
     id: Annotated[str, AfterValidator(_uuid)]
     name: Name
     type: Name = Field(description="For people: text-classification, image-classification, text-generation, …")
-    framework: Literal["transformers", "quartet"]
+    framework: Name
     version: Name = "1"
     description: str = ""
     source: Name | None = Field(None, description="A folder, `package:NAME/FOLDER`, or a name on the hub; absent: its name")
     revision: Name | None = Field(None, description="Of a name on the hub")
+    architecture: Name | None = Field(None, description="Of an image model; absent: what follows the colon of its name")
+    head: Name | None = Field(None, description="Of a sentence encoder: a file with a linear head that makes it a classifier")
     labels: Labels | None = Field(None, description="Names of the classes; absent: those that the model brings along")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
         None, description="Absent: float32, and auto for language models"
@@ -66,8 +69,8 @@ class Catalogue:
         raise ModelNotFound(model, tuple(entry.name for entry in self.entries), param="model_id")
 
 
-def read_catalogue(path: Path) -> Catalogue:
-    """Raises OSError or ValueError, with a sentence, where there is no list of entries at all."""
+def read_catalogue(path: Path, frameworks: Collection[str]) -> Catalogue:
+    """frameworks: those that there are. Raises OSError or ValueError, with a sentence, where there is no list at all."""
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -81,6 +84,9 @@ def read_catalogue(path: Path) -> Catalogue:
             entry = Entry.model_validate(given)
         except ValidationError as error:
             faults.append(f"{path.name}[{i}]{_where(error)}")
+            continue
+        if entry.framework not in frameworks:
+            faults.append(f"{path.name}[{i}].framework: {entry.framework!r} is none of {', '.join(sorted(frameworks))}")
             continue
         double = next((name for name in ("id", "name") if getattr(entry, name) in {getattr(e, name) for e in entries}), None)
         if double is None:

@@ -17,6 +17,7 @@ from llm.light_imports import light_imports
 from llm.loading import choose_device, choose_dtype
 from multi_model.messages import Classes, PredictorSpec, Rejected, TextInput
 from multi_model.predictors.base import serve
+from multi_model.predictors.embedding import HeadedClassifier, SentenceEncoder
 
 _MOST_TEXTS = 64  # in one forward
 _MOST_TOKENS = 4096  # in one forward, padding included
@@ -45,21 +46,14 @@ class TextClassifier:
         }
         try:
             config = AutoConfig.from_pretrained(spec.source, **where)
-            with light_imports():
-                self._model, report = AutoModelForSequenceClassification.from_pretrained(
-                    spec.source,
-                    config=config,
-                    dtype=choose_dtype(spec.dtype, self.device),
-                    output_loading_info=True,
-                    **where,
-                )
+            self._model, own_labels = _model(spec, config, choose_dtype(spec.dtype, self.device), where)
             self._tokenizer = _tokenizer(spec.source, where)
+        except ModelRefused:
+            raise
         except Exception as error:  # those of transformers, tokenizers and safetensors have no common base
             reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
             raise ModelRefused(f"{spec.name} can't be loaded: {reason}") from error
-        if report["missing_keys"]:  # transformers would go on with random numbers there
-            raise ModelRefused(f"{spec.name} lacks {', '.join(sorted(report['missing_keys'])[:3])}")
-        self.labels = _labels(spec, config)
+        self.labels = _labels(spec, own_labels)
         self._longest = _longest(spec.source, config)
         self._pad = config.pad_token_id or 0
         self._typed = getattr(config, "type_vocab_size", 0) > 1
@@ -143,9 +137,24 @@ def _tokenizer(source: str, where: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _labels(spec: PredictorSpec, config: PreTrainedConfig) -> tuple[str, ...]:
+def _model(
+    spec: PredictorSpec, config: PreTrainedConfig, dtype: torch.dtype, where: dict[str, Any]
+) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """-> the classifier, and its own labels"""
+    if spec.head is not None:
+        headed = HeadedClassifier(SentenceEncoder.load(Path(spec.source), dtype), Path(spec.head))
+        return headed, headed.labels
+    with light_imports():
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            spec.source, config=config, dtype=dtype, output_loading_info=True, **where
+        )
+    if report["missing_keys"]:  # transformers would go on with random numbers there
+        raise ModelRefused(f"{spec.name} lacks {', '.join(sorted(report['missing_keys'])[:3])}")
     named: dict[Any, str] = dict(config.id2label or {})
-    own = tuple(str(named[key]) for key in sorted(named, key=int))
+    return model, tuple(str(named[key]) for key in sorted(named, key=int))
+
+
+def _labels(spec: PredictorSpec, own: tuple[str, ...]) -> tuple[str, ...]:
     if spec.labels is not None and len(spec.labels) != len(own):
         raise ModelRefused(f"{spec.name} has {len(own)} classes, and the catalogue names {len(spec.labels)} labels")
     return spec.labels or own

@@ -18,7 +18,7 @@ class Worker(Protocol):
         """Bytes that it takes now, with what it has reserved."""
 
     async def predict(self, request: Any) -> Any:
-        """Raises InvalidRequest for `input_data…`, or WorkerDied."""
+        """Raises InvalidRequest for its `param`, or WorkerDied."""
 
     async def unload(self) -> None:
         """Returns when its memory is free again. A second call does nothing."""

@@ -31,7 +31,7 @@ from multi_model.messages import (
     Rejected,
 )
 
-_MOST_REQUESTS = 256  # in one batch
+_MOST_REQUESTS, _MOST_BYTES = 256, 32 << 20  # in one batch, but for a single request, which may be larger
 _END_SECONDS = 3.0
 
 
@@ -71,8 +71,14 @@ class _Queue:
 
     def take(self) -> list[_Pending]:
         """As many as make a batch, without those whose callers have left."""
+        taken: list[_Pending] = []
+        size = 0
         with self._lock:
-            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_REQUESTS))]
+            while self._waiting and len(taken) < _MOST_REQUESTS:
+                size += self._waiting[0].request.size
+                if taken and size > _MOST_BYTES:
+                    break
+                taken.append(self._waiting.popleft())
             if not self._waiting:
                 self.arrived.clear()
         return [pending for pending in taken if not pending.answer.cancelled()]
@@ -119,7 +125,7 @@ class ProcessWorker:
         self._queue.put(pending)
         answer = await pending.answer
         if isinstance(answer, Rejected):
-            name = f"input_data{answer.where}"
+            name = f"{request.param}{answer.where}"
             raise InvalidRequest(name, f"{name} {answer.message}")
         return answer
 

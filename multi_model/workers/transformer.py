@@ -3,11 +3,11 @@
 from multi_model.messages import PredictorSpec
 from multi_model.workers.process import ProcessConfig, ProcessWorker
 
-ENTRY = "multi_model.predictors.text:run"
+MODULE = "multi_model.predictors.text"
 
 
 class TransformerWorker(ProcessWorker):
     """Takes `multi_model.messages.TextInput`, answers `Classes`."""
 
     def __init__(self, spec: PredictorSpec, replicas: int, config: ProcessConfig) -> None:
-        super().__init__(spec, ENTRY, replicas, config)
+        super().__init__(spec, f"{MODULE}:run", replicas, config)

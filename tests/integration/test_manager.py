@@ -70,6 +70,7 @@ async def managing(folder: Path, *entries: Entry, budget: int = 1 << 40, **limit
         catalogue_folder=folder,
         model_cache=folder,
         kv_cache_bytes=16 * MIB,
+        max_pixels=1,
     )
     manager = ModelManager(
         Limits(budget, **limits),  # type: ignore[arg-type]

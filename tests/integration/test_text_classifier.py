@@ -28,7 +28,18 @@ _LONGEST = 512  # tokens
 
 
 def spec(folder: Path, labels: tuple[str, ...] | None = None) -> PredictorSpec:
-    return PredictorSpec("tiny", str(folder), None, labels, "float32", "cpu", str(folder.parent))
+    return PredictorSpec(
+        name="tiny",
+        source=str(folder),
+        architecture=None,
+        head=None,
+        revision=None,
+        labels=labels,
+        dtype="float32",
+        device="cpu",
+        cache=str(folder.parent),
+        max_pixels=1,
+    )
 
 
 async def classify(worker: TransformerWorker, *texts: str, truncate: bool = False, listed: bool = True) -> Classes:

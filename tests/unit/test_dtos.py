@@ -238,6 +238,7 @@ async def test_every_route_is_described_with_its_own_refusals(client: Client) ->
         "/version",
         "/metrics",
         "/predict",
+        "/predict/image",
         "/models",
         "/models/reload",
         "/models/{model}",

@@ -21,6 +21,9 @@ NAMES_OTHERS_RELY_ON = {
     "--max-model-len": None,
     "--kv-cache-bytes": None,
     "--memory-budget": None,
+    "--max-models": None,
+    "--catalogue": None,
+    "--image-root": None,
     "--max-body-bytes": 32 * 2**20,
     "--drain-seconds": 30.0,
     "--threads": None,
@@ -129,6 +132,7 @@ OTHERS: dict[str, Any] = {
     "max_body_bytes": 2**20,
     "tokenizer_threads": 33,
     "catalogue": Path("models.json"),
+    "image_root": Path("pictures"),
 }
 
 
